@@ -1,0 +1,47 @@
+# Every install step of the project is here or in pyproject.toml; versions are in constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PYTEST_ARGS ?=
+
+.PHONY: setup setup-dev run test check protos bench clean
+
+setup: $(VENV)/.run  ## make .venv with what `pdmesh` needs
+
+setup-dev: $(VENV)/.dev
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[test,dev]'
+	touch $@ $(VENV)/.run
+
+run: setup  ## serve the default model on http://127.0.0.1:8000
+	$(BIN)/pdmesh up $(ARGS)
+
+test: setup-dev  ## the whole suite
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup-dev  ## lint, types, import contracts, protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	cd protos && ../$(BIN)/buf lint
+	$(BIN)/python tools/protos.py --check
+
+protos: setup-dev  ## regenerate mesh/v1 from protos/
+	$(BIN)/python tools/protos.py
+
+bench: setup-dev
+	$(PIP) --editable '.[bench]'
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
