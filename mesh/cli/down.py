@@ -1,0 +1,28 @@
+"""`pdmesh down`: stop the mesh that runs in this home."""
+
+import psutil
+import typer
+
+from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
+from mesh.home import HomeInUse
+from mesh.supervisor import clean_up, find_supervisor
+
+STOP_TIMEOUT_S = 60.0
+
+
+def down(home: HomeOption = DEFAULT_HOME) -> None:
+    """Stop every service and remove what they held."""
+    place = home_at(home)
+    state = place.read_state()
+    supervisor = None if state is None else find_supervisor(state)
+    if supervisor is not None:
+        supervisor.terminate()
+        _, alive = psutil.wait_procs([supervisor], timeout=STOP_TIMEOUT_S)
+        if alive:
+            raise fail(f"process {supervisor.pid} did not stop in {STOP_TIMEOUT_S:.0f} s")
+    try:
+        with place.lock():
+            left = clean_up(place)
+    except HomeInUse as error:
+        raise fail(f"{error} (it is just starting)") from error
+    typer.echo("stopped" if supervisor or left else "nothing was running")

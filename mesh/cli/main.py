@@ -1,0 +1,19 @@
+"""The `pdmesh` command."""
+
+import typer
+
+from mesh.cli import down, model, status, up
+
+app = typer.Typer(
+    name="pdmesh",
+    help="LLM inference as a mesh of gRPC services.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("up")(up.up)
+app.command("down")(down.down)
+app.command("status")(status.status)
+app.add_typer(model.app, name="model")
+
+if __name__ == "__main__":
+    app()

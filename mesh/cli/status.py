@@ -1,0 +1,165 @@
+"""`pdmesh status`: what runs in this home and how it does."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import grpc
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
+from mesh.home import MeshState, ServiceRecord
+from mesh.launch import grpc_health, http_health
+from mesh.supervisor import find_process, find_supervisor
+from mesh.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    kv_transfer_pb2,
+    kv_transfer_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    types_pb2,
+)
+
+CALL_TIMEOUT_S = 1.0
+
+
+def status(
+    home: HomeOption = DEFAULT_HOME,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show every service: its process, its health, and what its engine holds."""
+    state = home_at(home).read_state()
+    if state is None:
+        if as_json:
+            typer.echo(json.dumps({"services": []}))
+            return
+        raise fail("nothing runs here; start it with `pdmesh up`")
+    report = asyncio.run(_report(state))
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    Console().print(_table(report))
+
+
+async def _report(state: MeshState) -> dict[str, Any]:
+    services = await asyncio.gather(*(_service(record, state) for record in state.services))
+    return {
+        "url": state.url,
+        "grpc_address": state.grpc_address,
+        "model": state.model,
+        "supervised": find_supervisor(state) is not None,
+        "services": list(services),
+    }
+
+
+async def _service(record: ServiceRecord, state: MeshState) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "name": record.name,
+        "worker_id": record.worker_id,
+        "pid": record.pid,
+        "address": record.address,
+        "state": await _health(record, state),
+        "restarts": record.restarts,
+        "engine": None,
+    }
+    if record.role == "gateway":
+        described["grpc_address"] = state.grpc_address
+    details = _DETAILS.get(record.role)
+    if details is not None and described["state"] in ("ok", "unhealthy"):
+        try:
+            async with grpc.aio.insecure_channel(record.address) as channel:
+                described |= await details(channel)
+        except grpc.aio.AioRpcError as error:
+            described["state"] = "unhealthy"
+            described["error"] = error.details()
+    return described
+
+
+async def _health(record: ServiceRecord, state: MeshState) -> str:
+    """One of ok, unhealthy, starting, restarting, stopped, dead."""
+    if find_process(record) is None:
+        return "restarting" if record.state == "restarting" else "dead"
+    if record.state != "running":
+        return record.state
+    if record.role == "redis":
+        return "ok"
+    if record.role == "gateway":
+        healthy = await asyncio.to_thread(http_health, state.url) == 200
+    else:
+        healthy = await grpc_health(record.address) == "SERVING"
+    return "ok" if healthy else "unhealthy"
+
+
+async def _prefill_load(channel: grpc.aio.Channel) -> dict[str, Any]:
+    stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+    request = prefill_pb2.PrefillServiceGetLoadRequest()
+    return {"engine": _engine((await stub.GetLoad(request, timeout=CALL_TIMEOUT_S)).load)}
+
+
+async def _decode_load(channel: grpc.aio.Channel) -> dict[str, Any]:
+    stub = decode_pb2_grpc.DecodeServiceStub(channel)
+    request = decode_pb2.DecodeServiceGetLoadRequest()
+    return {"engine": _engine((await stub.GetLoad(request, timeout=CALL_TIMEOUT_S)).load)}
+
+
+async def _scheduler_state(channel: grpc.aio.Channel) -> dict[str, Any]:
+    stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    response = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=CALL_TIMEOUT_S)
+    return {"waiting": response.num_waiting, "placements": response.num_placements}
+
+
+async def _transfer_stats(channel: grpc.aio.Channel) -> dict[str, Any]:
+    stub = kv_transfer_pb2_grpc.KvTransferServiceStub(channel)
+    response = await stub.GetStats(kv_transfer_pb2.GetStatsRequest(), timeout=CALL_TIMEOUT_S)
+    return {
+        "segments": response.num_segments,
+        "pulls": response.num_pulls,
+        "payload_bytes": response.payload_bytes,
+        "copy_seconds": response.copy_seconds,
+    }
+
+
+_DETAILS: dict[str, Callable[[grpc.aio.Channel], Awaitable[dict[str, Any]]]] = {
+    "prefill": _prefill_load,
+    "decode": _decode_load,
+    "scheduler": _scheduler_state,
+    "kv_transfer": _transfer_stats,
+}
+
+
+def _engine(load: types_pb2.EngineLoad) -> dict[str, int]:
+    return {
+        "blocks_total": load.num_blocks,
+        "blocks_free": load.num_free_blocks,
+        "leases": load.num_leases,
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "preemptions": load.num_preemptions,
+        "prefix_cache_queries": load.num_prefix_cache_queries,
+        "prefix_cache_hits": load.num_prefix_cache_hits,
+    }
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(title=f"{report['model']} at {report['url']}", box=None, title_justify="left")
+    for heading in ("service", "state", "pid", "address", "blocks free", "running", "waiting"):
+        table.add_column(heading)
+    for service in report["services"]:
+        engine = service["engine"] or {}
+        blocks = f"{engine['blocks_free']}/{engine['blocks_total']}" if engine else ""
+        table.add_row(
+            service["name"],
+            service["state"],
+            str(service["pid"] or ""),
+            service["address"],
+            blocks,
+            str(engine.get("running", "")),
+            str(engine.get("waiting", "")),
+        )
+    return table

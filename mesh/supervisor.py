@@ -1,0 +1,304 @@
+"""Keeps the processes of one machine's mesh running: start, watch, restart, stop."""
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from mesh.home import Home, MeshState, ServiceRecord
+
+logger = logging.getLogger(__name__)
+
+# A service whose configuration is wrong ends with this; it would again.
+CONFIG_ERROR_EXIT = 2
+# Starts of one service that may fail before anything of it was ever ready.
+MAX_FIRST_STARTS = 3
+BACKOFF_FIRST_S = 0.25
+BACKOFF_LAST_S = 10.0
+# A service that ran so long starts again with the first backoff.
+BACKOFF_RESET_S = 30.0
+PROBE_INTERVAL_S = 0.05
+PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class StartFailed(Exception):
+    """A service could not be started; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class ServiceSpec:
+    """How to start one service and how to see that it is ready."""
+
+    name: str
+    role: str
+    worker_id: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    address: str
+    probe: Callable[[], Awaitable[bool]]
+    # Services of a lower stage are ready before a higher one is started, and are
+    # stopped after it.
+    stage: int = 1
+
+
+@dataclass
+class _Service:
+    spec: ServiceSpec
+    log_path: Path
+    process: asyncio.subprocess.Process | None = None
+    created_at: float | None = None
+    state: str = "starting"
+    restarts: int = 0
+    was_ready: bool = False
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Supervisor:
+    """Owns the processes of a mesh from `start` to `stop`.
+
+    A process that ends is started again, after a delay that doubles from a
+    quarter of a second to ten. The children are told by the kernel when the
+    supervisor dies, however it dies.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        specs: Sequence[ServiceSpec],
+        *,
+        url: str,
+        grpc_address: str,
+        model: str,
+        on_change: Callable[[MeshState], None] | None = None,
+    ) -> None:
+        self._home = home
+        self._services = [_Service(spec, home.logs / f"{spec.name}.log") for spec in specs]
+        self._url = url
+        self._grpc_address = grpc_address
+        self._model = model
+        self._on_change = on_change or (lambda _: None)
+        self._ready = False
+        self._stopping = False
+        self._pid_created_at = psutil.Process().create_time()
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self, timeout_s: float) -> None:
+        """Start every service and return when all are ready.
+
+        Raises:
+            StartFailed: a service cannot start, or is not ready in time.
+        """
+        for service in self._services:
+            service.log_path.write_bytes(b"")
+        for stage in sorted({service.spec.stage for service in self._services}):
+            services = [service for service in self._services if service.spec.stage == stage]
+            watchers = [asyncio.create_task(self._watch(service)) for service in services]
+            self._watchers += watchers
+            await self._wait_until_ready(services, watchers, timeout_s)
+        self._ready = True
+        self._publish()
+
+    async def run_until_failed(self) -> None:
+        """Wait; ends only by an error in the supervisor itself, or by cancellation."""
+        await asyncio.gather(*self._watchers)
+
+    async def stop(self, grace_s: float) -> None:
+        """End every service, later stages first: SIGTERM, then SIGKILL after `grace_s`."""
+        self._stopping = True
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for stage in sorted({service.spec.stage for service in self._services}, reverse=True):
+            services = [service for service in self._services if service.spec.stage == stage]
+            await asyncio.gather(*(self._end(service, grace_s) for service in services))
+        self._home.state_file.unlink(missing_ok=True)
+
+    def state(self) -> MeshState:
+        return MeshState(
+            pid=os.getpid(),
+            pid_created_at=self._pid_created_at,
+            ready=self._ready,
+            url=self._url,
+            grpc_address=self._grpc_address,
+            model=self._model,
+            services=tuple(_record(service) for service in self._services),
+        )
+
+    async def _wait_until_ready(
+        self,
+        services: Sequence[_Service],
+        watchers: Sequence[asyncio.Task[None]],
+        timeout_s: float,
+    ) -> None:
+        all_ready = asyncio.create_task(_all_ready(services))
+        try:
+            done, _ = await asyncio.wait(
+                [all_ready, *watchers], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                task.result()  # a watcher ends only by failing
+            if not done:
+                late = [service for service in services if not service.ready.is_set()]
+                raise StartFailed(
+                    f"not ready after {timeout_s:.0f} s: "
+                    + "; ".join(f"{service.spec.name}\n{_tail(service)}" for service in late)
+                )
+        finally:
+            all_ready.cancel()
+
+    async def _watch(self, service: _Service) -> None:
+        """Keep one service running for as long as the supervisor does."""
+        backoff_s = BACKOFF_FIRST_S
+        while True:
+            started = time.monotonic()
+            await self._spawn(service)
+            probing = asyncio.create_task(self._probe(service))
+            assert service.process is not None
+            try:
+                status = await service.process.wait()
+            finally:
+                probing.cancel()
+            service.ready.clear()
+            logger.warning(
+                "service ended", extra={"service_name": service.spec.name, "status": status}
+            )
+            if not service.was_ready:
+                fatal = status == CONFIG_ERROR_EXIT or service.restarts + 1 >= MAX_FIRST_STARTS
+                if fatal:
+                    raise StartFailed(
+                        f"{service.spec.name} ended with status {status}:\n{_tail(service)}"
+                    )
+            if time.monotonic() - started > BACKOFF_RESET_S:
+                backoff_s = BACKOFF_FIRST_S
+            service.state = "restarting"
+            service.restarts += 1
+            self._publish()
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, BACKOFF_LAST_S)
+
+    async def _spawn(self, service: _Service) -> None:
+        with service.log_path.open("ab") as log:
+            service.process = await asyncio.create_subprocess_exec(
+                *service.spec.argv,
+                env=dict(service.spec.env),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                # Ctrl-C is the supervisor's to handle.
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        with contextlib.suppress(psutil.NoSuchProcess):
+            service.created_at = psutil.Process(service.process.pid).create_time()
+        service.state = "starting"
+        self._publish()
+
+    async def _probe(self, service: _Service) -> None:
+        # Another process has no event to wait for.
+        while not await service.spec.probe():  # noqa: ASYNC110
+            await asyncio.sleep(PROBE_INTERVAL_S)
+        service.state = "running"
+        service.was_ready = True
+        service.ready.set()
+        self._publish()
+
+    async def _end(self, service: _Service, grace_s: float) -> None:
+        process = service.process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), grace_s)
+            except TimeoutError:
+                logger.warning("service killed", extra={"service_name": service.spec.name})
+                process.kill()
+                await process.wait()
+        service.state = "stopped"
+        self._publish()
+
+    def _publish(self) -> None:
+        state = self.state()
+        self._home.write_state(state)
+        self._on_change(state)
+
+
+async def _all_ready(services: Sequence[_Service]) -> None:
+    for service in services:
+        await service.ready.wait()
+
+
+def clean_up(home: Home, grace_s: float = 5.0) -> list[str]:
+    """End what a supervisor that was killed has left; return the names of it.
+
+    Only for the holder of the home's lock.
+    """
+    state = home.read_state()
+    left = [] if state is None else [s for s in state.services if find_process(s) is not None]
+    processes = [process for s in left if (process := find_process(s)) is not None]
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=grace_s)
+    segments = home.segments()
+    for segment in segments:
+        segment.unlink(missing_ok=True)
+    home.state_file.unlink(missing_ok=True)
+    return [service.name for service in left] + [segment.name for segment in segments]
+
+
+def find_process(record: ServiceRecord) -> psutil.Process | None:
+    """The process that `record` describes, if it still runs and the pid was not reused."""
+    return _find(record.pid, record.pid_created_at)
+
+
+def find_supervisor(state: MeshState) -> psutil.Process | None:
+    """The supervisor that wrote `state`, if it still runs."""
+    return _find(state.pid, state.pid_created_at)
+
+
+def _find(pid: int | None, created_at: float | None) -> psutil.Process | None:
+    if pid is None or created_at is None:
+        return None
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - created_at) < 0.01
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _record(service: _Service) -> ServiceRecord:
+    process = service.process
+    alive = process is not None and process.returncode is None
+    return ServiceRecord(
+        name=service.spec.name,
+        role=service.spec.role,
+        worker_id=service.spec.worker_id,
+        pid=process.pid if process is not None and alive else None,
+        pid_created_at=service.created_at if alive else None,
+        address=service.spec.address,
+        state=service.state,
+        restarts=service.restarts,
+    )
+
+
+def _tail(service: _Service, num_bytes: int = 2000) -> str:
+    return service.log_path.read_bytes()[-num_bytes:].decode(errors="replace").strip()
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,190 @@
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mesh.home import Home, HomeInUse, MeshState
+from mesh.supervisor import ServiceSpec, StartFailed, Supervisor, clean_up, find_process
+
+SLEEP = "import time\nwhile True: time.sleep(60)"
+
+
+def spec(
+    name: str, code: str, probe: Callable[[], Awaitable[bool]] | None = None, stage: int = 1
+) -> ServiceSpec:
+    async def ready() -> bool:
+        return True
+
+    return ServiceSpec(
+        name=name,
+        role=name,
+        worker_id=name,
+        argv=(sys.executable, "-S", "-c", code),
+        env=dict(os.environ),
+        address="127.0.0.1:1",
+        probe=probe or ready,
+        stage=stage,
+    )
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    made = Home(tmp_path)
+    made.run.mkdir()
+    made.logs.mkdir()
+    return made
+
+
+def supervise(
+    home: Home, *specs: ServiceSpec, on_change: Callable[[MeshState], None] | None = None
+) -> Supervisor:
+    return Supervisor(home, specs, url="u", grpc_address="g", model="m", on_change=on_change)
+
+
+async def test_services_run_until_they_are_stopped(home: Home) -> None:
+    supervisor = supervise(home, spec("a", SLEEP), spec("b", SLEEP))
+
+    await supervisor.start(timeout_s=20)
+    running = home.read_state()
+    await supervisor.stop(grace_s=5)
+
+    assert running is not None
+    assert running.ready
+    assert [service.state for service in running.services] == ["running", "running"]
+    assert all(find_process(service) is None for service in running.services)
+    assert home.read_state() is None
+
+
+async def test_a_service_that_dies_is_started_again_as_a_new_process(home: Home) -> None:
+    back = asyncio.Event()
+
+    def notice(state: MeshState) -> None:
+        if state.services[0].restarts == 1 and state.services[0].state == "running":
+            back.set()
+
+    supervisor = supervise(home, spec("a", SLEEP), on_change=notice)
+    await supervisor.start(timeout_s=20)
+    first = supervisor.state().services[0].pid
+    assert first is not None
+
+    os.kill(first, signal.SIGKILL)
+    await asyncio.wait_for(back.wait(), 20)
+
+    assert supervisor.state().services[0].pid not in (None, first)
+    await supervisor.stop(grace_s=5)
+
+
+async def test_a_service_that_ignores_sigterm_is_killed(home: Home, tmp_path: Path) -> None:
+    marker = tmp_path / "ignoring"
+    code = (
+        "import signal, pathlib\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(marker)!r}).touch()\n{SLEEP}"
+    )
+
+    async def ignoring() -> bool:
+        return marker.exists()
+
+    supervisor = supervise(home, spec("a", code, ignoring))
+    await supervisor.start(timeout_s=20)
+    record = supervisor.state().services[0]
+
+    await supervisor.stop(grace_s=0.2)
+
+    assert find_process(record) is None
+
+
+async def test_a_bad_configuration_fails_the_start_at_once_with_the_end_of_the_log(
+    home: Home,
+) -> None:
+    async def never() -> bool:
+        return False
+
+    code = "import sys\nprint('no_such_setting: unknown')\nsys.exit(2)"
+    supervisor = supervise(home, spec("a", code, never))
+
+    with pytest.raises(StartFailed, match="a ended with status 2:\nno_such_setting: unknown"):
+        await supervisor.start(timeout_s=60)
+    await supervisor.stop(grace_s=1)
+
+
+async def test_a_later_stage_waits_for_an_earlier_one(home: Home, tmp_path: Path) -> None:
+    first_ready = asyncio.Event()
+    order: list[str] = []
+
+    async def first() -> bool:
+        order.append("first")
+        first_ready.set()
+        return True
+
+    async def second() -> bool:
+        order.append("second")
+        return first_ready.is_set()
+
+    supervisor = supervise(home, spec("b", SLEEP, second, stage=1), spec("a", SLEEP, first, 0))
+    await supervisor.start(timeout_s=20)
+    await supervisor.stop(grace_s=5)
+
+    assert order == ["first", "second"]
+
+
+async def test_what_a_killed_supervisor_left_is_cleaned_up(home: Home) -> None:
+    supervisor = supervise(home, spec("a", SLEEP))
+    await supervisor.start(timeout_s=20)
+    record = supervisor.state().services[0]
+    segment = Path("/dev/shm") / f"{home.segment_prefix}left"
+    segment.write_bytes(b"x")
+    for watcher in supervisor._watchers:  # the supervisor is gone, its children are not
+        watcher.cancel()
+
+    left = await asyncio.to_thread(clean_up, home)
+
+    assert left == ["a", segment.name]
+    assert find_process(record) is None
+    assert not segment.exists()
+    assert home.read_state() is None
+
+
+def test_children_end_with_a_killed_supervisor(home: Home, tmp_path: Path) -> None:
+    script = tmp_path / "supervise.py"
+    script.write_text(
+        "import asyncio, pathlib, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_supervisor import SLEEP, Home, spec, supervise\n"
+        "async def main():\n"
+        f"    home = Home(pathlib.Path({str(home.path)!r}))\n"
+        "    await supervise(home, spec('a', SLEEP)).start(20)\n"
+        "    print('up', flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        state = home.read_state()
+        assert state is not None
+        child = find_process(state.services[0])
+        assert child is not None
+
+        process.kill()
+
+        _, alive = psutil.wait_procs([child], timeout=10)
+        assert not alive
+
+
+def test_one_home_has_one_supervisor(home: Home) -> None:
+    with home.lock():
+        with pytest.raises(HomeInUse, match="already runs in"), home.lock():
+            pass
+
+    with home.lock():  # free again
+        assert home.run.is_dir()
+
+
+def test_homes_have_different_segment_prefixes(tmp_path: Path) -> None:
+    assert Home(tmp_path / "a").segment_prefix != Home(tmp_path / "b").segment_prefix
