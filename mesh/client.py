@@ -1,0 +1,204 @@
+"""Channels to other services: limits, keepalive, bounded retries, context, errors."""
+
+import ipaddress
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from mesh.errors import from_rpc_error
+from mesh.telemetry import request_id_var, trace_headers
+
+DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+# The server answers a call's headers as soon as it accepts it, which ends gRPC's
+# retries: only a call that no server has accepted is sent again.
+_SERVICE_CONFIG = {
+    "loadBalancingConfig": [{"round_robin": {}}],
+    "methodConfig": [
+        {
+            "name": [{}],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+    "retryThrottling": {"maxTokens": 20, "tokenRatio": 0.5},
+}
+
+
+def connect(
+    address: str | Sequence[str], *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+) -> grpc.aio.Channel:
+    """Open a channel; several addresses are used in turn.
+
+    Calls carry the request id and the current span. The connection is made on the
+    first call and made again, with bounded backoff, for as long as the channel lives.
+    """
+    channel = grpc.aio.insecure_channel(_target(address), options=_options(max_message_bytes))
+    return _ContextChannel(channel)
+
+
+class Channels:
+    """One channel for each address, opened on first use and owned here."""
+
+    def __init__(self, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+        self._max_message_bytes = max_message_bytes
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = connect(address, max_message_bytes=self._max_message_bytes)
+            self._channels[address] = channel
+        return channel
+
+    async def forget(self, address: str) -> None:
+        """Close the channel to a peer that is gone for good."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            await channel.close()
+
+    async def close(self) -> None:
+        while self._channels:
+            _, channel = self._channels.popitem()
+            await channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+
+@contextmanager
+def mesh_errors() -> Iterator[None]:
+    """Turn RPC errors raised inside the block into the MeshError the server raised."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default: float) -> float:
+    """What is left of the caller's deadline: the timeout to give to the next hop.
+
+    `default` counts when the caller set none.
+    """
+    left = context.time_remaining()
+    return default if left is None else max(0.0, left)
+
+
+def _target(address: str | Sequence[str]) -> str:
+    addresses = [address] if isinstance(address, str) else list(address)
+    if not addresses:
+        raise ValueError("no address to connect to")
+    if len(addresses) == 1:
+        return addresses[0]
+    versions = {_ip_version(one) for one in addresses}
+    if len(versions) != 1:
+        raise ValueError(
+            f"several addresses must be IP addresses of one family, got {', '.join(addresses)}; "
+            "or give one DNS name that resolves to all of them"
+        )
+    return f"ipv{versions.pop()}:{','.join(addresses)}"
+
+
+def _ip_version(address: str) -> int:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).version
+    except ValueError:
+        return 0
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        # A peer that stops answering (frozen, cut off) is noticed within 10 s.
+        ("grpc.keepalive_time_ms", 5_000),
+        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # Connections end with their channel instead of being shared behind its back.
+        ("grpc.use_local_subchannel_pool", 1),
+        # The mesh talks to its own machines: http_proxy is for the world outside.
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 1),
+        ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+    ]
+
+
+def _context_metadata() -> list[tuple[str, str]]:
+    metadata = trace_headers()
+    request_id = request_id_var.get()
+    if request_id:
+        metadata.append(("x-request-id", request_id))
+    return metadata
+
+
+def _with_context(call: Callable[..., Any]) -> Any:
+    def call_with_context(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+        merged = _context_metadata()
+        if metadata is not None:
+            merged.extend(metadata)
+        return call(*args, metadata=merged, **kwargs)
+
+    return call_with_context
+
+
+class _ContextChannel(grpc.aio.Channel):
+    """A channel whose calls carry the request id and the current span.
+
+    grpc.aio's client interceptors could do this too, but they wrap each call in a
+    task and each stream in one more generator; here the caller gets the real call.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_context(self._channel.unary_unary(*args, **kwargs))
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_context(self._channel.unary_stream(*args, **kwargs))
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_context(self._channel.stream_unary(*args, **kwargs))
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_context(self._channel.stream_stream(*args, **kwargs))
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> None:
+        await self.close()
