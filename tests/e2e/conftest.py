@@ -1,0 +1,38 @@
+"""The mesh that the tests of this folder share."""
+
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+
+from tests.e2e.harness import Collector, RunningMesh, pdmesh, start_mesh
+
+
+@pytest.fixture(scope="session")
+def collector() -> Iterator[tuple[Collector, str]]:
+    """The collector and its address."""
+    servicer = Collector()
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, f"http://127.0.0.1:{port}"
+    server.stop(grace=None).wait()
+
+
+@pytest.fixture(scope="session")
+def mesh(
+    tmp_path_factory: pytest.TempPathFactory,
+    model_home: Path,
+    collector: tuple[Collector, str],
+) -> Iterator[RunningMesh]:
+    """One prefill worker and two decode workers, traced."""
+    home = tmp_path_factory.mktemp("mesh")
+    running = start_mesh(
+        home, model_home, "--decode", "2", "--otlp-endpoint", collector[1], "--log-level", "INFO"
+    )
+    yield running
+    pdmesh(home, "down")

@@ -1,0 +1,96 @@
+"""Start and question a real mesh: every service its own process."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import grpc
+import openai
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from mesh.ports import find_free_ports
+
+MODEL = "smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class RunningMesh:
+    """A mesh that `pdmesh up --detach` started."""
+
+    home: Path
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def pdmesh(self, *arguments: str, check: bool = True) -> str:
+        return pdmesh(self.home, *arguments, check=check)
+
+    def status(self) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads(self.pdmesh("status", "--json"))
+        return report
+
+    def services(self, role: str) -> list[dict[str, Any]]:
+        return [s for s in self.status()["services"] if s["name"].startswith(role)]
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", **({"max_retries": 0} | options)
+        )
+
+    def async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1", api_key="none", **({"max_retries": 0} | options)
+        )
+
+
+def pdmesh(home: Path, *arguments: str, check: bool = True) -> str:
+    """Run the command in `home` and return what it printed."""
+    result = subprocess.run(
+        [sys.executable, "-m", "mesh.cli.main", *arguments],
+        env={**os.environ, "PDMESH_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    if check and result.returncode != 0:
+        raise AssertionError(f"pdmesh {' '.join(arguments)}: {result.stdout}{result.stderr}")
+    return result.stdout
+
+
+def start_mesh(home: Path, model_home: Path, *arguments: str) -> RunningMesh:
+    home.mkdir(exist_ok=True)
+    if not (home / "models").exists():
+        (home / "models").symlink_to(model_home / "models")
+    [port] = find_free_ports(1)
+    pdmesh(home, "up", "--detach", "--port", str(port), *arguments)
+    return RunningMesh(home, port)
+
+
+@dataclass
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OTLP collector that keeps the spans it is sent."""
+
+    spans: Queue[tuple[str, Span]] = field(default_factory=Queue)
+
+    def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        for resource_spans in request.resource_spans:
+            [service] = [
+                attribute.value.string_value
+                for attribute in resource_spans.resource.attributes
+                if attribute.key == "service.name"
+            ]
+            for scope_spans in resource_spans.scope_spans:
+                for span in scope_spans.spans:
+                    self.spans.put((service, span))
+        return trace_service_pb2.ExportTraceServiceResponse()

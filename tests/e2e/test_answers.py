@@ -1,0 +1,61 @@
+"""The default model, through the official client and a real mesh."""
+
+import asyncio
+
+import openai
+import pytest
+
+from tests.e2e.harness import MODEL, RunningMesh
+from tests.prompts import SIX_QUESTIONS
+
+
+def ask(client: openai.OpenAI, kind: str, prompt: str, stream: bool) -> str:
+    if kind == "completion":
+        made = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=24, temperature=0, stream=stream
+        )
+        if isinstance(made, openai.Stream):
+            return "".join(chunk.choices[0].text for chunk in made if chunk.choices)
+        return made.choices[0].text
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": prompt}],
+        max_tokens=24,
+        temperature=0,
+        stream=stream,
+    )
+    if isinstance(answer, openai.Stream):
+        return "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+    return answer.choices[0].message.content or ""
+
+
+@pytest.mark.parametrize(("kind", "prompt", "expected"), SIX_QUESTIONS)
+def test_the_six_questions_are_answered_right_and_alike_in_both_forms(
+    mesh: RunningMesh, kind: str, prompt: str, expected: str
+) -> None:
+    client = mesh.client()
+
+    whole = ask(client, kind, prompt, stream=False)
+    streamed = ask(client, kind, prompt, stream=True)
+
+    assert expected in whole
+    assert streamed == whole
+
+
+async def test_seeded_sampling_gives_the_same_text_alone_and_among_sixteen(
+    mesh: RunningMesh,
+) -> None:
+    client = mesh.async_client()
+
+    async def sample(seed: int, prompt: str) -> str:
+        answer = await client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=32, temperature=0.9, top_p=0.95, seed=seed
+        )
+        return answer.choices[0].text
+
+    alone = await sample(42, "My favourite season is")
+    neighbours = [sample(seed, f"Neighbour {seed} says that") for seed in range(15)]
+    among, *_ = await asyncio.gather(sample(42, "My favourite season is"), *neighbours)
+
+    assert among == alone
+    assert len(alone) > 20
