@@ -327,6 +327,7 @@ class DetokenizeRequest(_message.Message):
         INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
         MIN_TOKENS_FIELD_NUMBER: _builtins.int
         RETURN_TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+        TRACEPARENT_FIELD_NUMBER: _builtins.int
         model: _builtins.str
         """Model name."""
         skip_special_tokens: _builtins.bool
@@ -336,7 +337,13 @@ class DetokenizeRequest(_message.Message):
         min_tokens: _builtins.int
         """No stop string may match before so many tokens exist."""
         return_token_bytes: _builtins.bool
-        """Return the bytes of these tokens with every answer, for log-probabilities."""
+        """With every `append` that describes no tokens, return the bytes of those it
+        appends.
+        """
+        traceparent: _builtins.str
+        """W3C trace context of the span that the sequence belongs to; the call itself
+        serves many traces. Empty or malformed: the sequence is not traced.
+        """
         @_builtins.property
         def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
             """The end of the prompt, as context for the first delta; its text is never
@@ -357,10 +364,11 @@ class DetokenizeRequest(_message.Message):
             include_stop_str_in_output: _builtins.bool = ...,
             min_tokens: _builtins.int = ...,
             return_token_bytes: _builtins.bool = ...,
+            traceparent: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["include_stop_str_in_output", b"include_stop_str_in_output", "min_tokens", b"min_tokens", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "return_token_bytes", b"return_token_bytes", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["include_stop_str_in_output", b"include_stop_str_in_output", "min_tokens", b"min_tokens", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "return_token_bytes", b"return_token_bytes", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "traceparent", b"traceparent"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -484,7 +492,9 @@ class DetokenizeResponse(_message.Message):
     """Time this answer took, in milliseconds."""
     @_builtins.property
     def token_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The bytes of each of `describe_token_ids`."""
+        """The bytes of each of `describe_token_ids`, or of the appended tokens when
+        `return_token_bytes` is set and there are none.
+        """
 
     def __init__(
         self,
