@@ -109,6 +109,13 @@ class KvTransferFailed(MeshError):
     reason = "KV_TRANSFER_FAILED"
 
 
+class LayoutMismatch(MeshError):
+    """Two engines lay out their KV blocks differently and can never exchange them."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "LAYOUT_MISMATCH"
+
+
 class WorkerUnavailable(MeshError):
     """Draining, lost or unreachable: another worker may serve the request."""
 
@@ -139,6 +146,7 @@ _BY_REASON: dict[str, type[MeshError]] = {
         QueueFull,
         KvLeaseExpired,
         KvTransferFailed,
+        LayoutMismatch,
         WorkerUnavailable,
         DeadlineExceeded,
         InternalError,
