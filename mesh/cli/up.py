@@ -25,7 +25,6 @@ from mesh.home import Home, HomeInUse, MeshState
 from mesh.launch import LaunchOptions, plan_launch, write_topology
 from mesh.supervisor import StartFailed, Supervisor, clean_up, find_supervisor
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 START_TIMEOUT_S = 120.0
 STOP_GRACE_S = 12.0
 
@@ -36,7 +35,7 @@ def up(
     home: HomeOption = DEFAULT_HOME,
     model: Annotated[
         str, typer.Option(help="A model that `pdmesh model add` knows, or a folder.")
-    ] = DEFAULT_MODEL,
+    ] = model_store.DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Where the gateway listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The gateway's port.", min=1, max=65535)] = 8000,
     prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0, max=64)] = 1,
@@ -80,7 +79,7 @@ def up(
             for left in clean_up(place):
                 console.print(f"cleaned up after an earlier run: {left}", style="dim")
             status = asyncio.run(_serve(place, options))
-    except (HomeInUse, StartFailed, ValueError, model_store.ModelError, OSError) as error:
+    except (HomeInUse, StartFailed, ValueError, model_store.ModelStoreError, OSError) as error:
         raise fail(str(error)) from error
     raise typer.Exit(status)
 
@@ -132,11 +131,8 @@ def _find_model(home: Home, model: str) -> tuple[str, Path]:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve().name, folder.resolve()
-    try:
-        return model, model_store.resolve(home.path, model)
-    except model_store.ModelNotInstalled:
-        with console.status(f"fetching {model}"):
-            return model, model_store.add(home.path, model)
+    with console.status(f"preparing {model}"):
+        return model, model_store.ensure(home.path, model, report=console.print)
 
 
 def _settings(assignments: list[str], dtype: str | None) -> dict[str, dict[str, Any]]:

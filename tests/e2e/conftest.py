@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -16,7 +17,8 @@ def collector() -> Iterator[tuple[Collector, str]]:
     """The collector and its address."""
     servicer = Collector()
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
+    add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield servicer, f"http://127.0.0.1:{port}"

@@ -1,6 +1,7 @@
 """What an internal caller sees: reflection, health, and InferenceService."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -21,7 +22,7 @@ SERVED_BY = {
 
 def reflected_services(address: str) -> set[str]:
     with grpc.insecure_channel(address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         [response] = stub.ServerReflectionInfo(iter([request]), timeout=10)
         return {service.name for service in response.list_services_response.service}

@@ -55,8 +55,10 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(
     )
     await asyncio.sleep(STATES[state])
 
-    if stream and request.done():
-        await request.result().response.aclose()
+    if request.done():  # its stream is open
+        answer = request.result()
+        assert isinstance(answer, openai.AsyncStream)
+        await answer.close()
     else:
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)

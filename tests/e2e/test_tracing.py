@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
@@ -69,7 +70,7 @@ def test_the_log_line_of_a_request_names_every_stage(mesh: RunningMesh) -> None:
     assert PROMPT[:20] not in json.dumps(line)
 
 
-def find_log_line(path: Path, request_id: str) -> dict[str, object]:
+def find_log_line(path: Path, request_id: str) -> dict[str, Any]:
     lines = [json.loads(line) for line in path.read_text().splitlines() if request_id in line]
     [finished] = [line for line in lines if "stages" in line]
     return dict(finished)
