@@ -1,0 +1,185 @@
+"""What runs next: one token budget over all requests, and who gives way when blocks run out."""
+
+import bisect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.block_pool import BlockPool
+from engine.request import Request, RequestStatus
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """The tokens of one request that a step computes."""
+
+    request: Request
+    num_tokens: int
+    # The step reaches the request's last token, so it yields the next one.
+    samples: bool
+
+
+@dataclass
+class Batch:
+    """What one step does."""
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    # Got their blocks in this step; these wait to be filled from elsewhere.
+    remote_kv_wanted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.scheduled or self.remote_kv_wanted or self.preempted)
+
+
+class Batcher:
+    """Owns the queues. There is no prefill phase and no decode phase: every request has computed
+    tokens that catch up with its tokens, and a step spends `max_num_batched_tokens` on that.
+
+    Decodes come first, so no prompt holds up a running stream for longer than one step; then
+    prompts, in order of arrival. A request is let in when blocks for all its tokens are there.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        long_prefill_token_threshold: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {max_num_batched_tokens} is below "
+                f"max_num_seqs {max_num_seqs}: not every running request could decode in a step"
+            )
+        self._pool = pool
+        self.max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
+        self._clock = clock
+        # In order of arrival. Whatever was let in before is older than whatever was not, so a
+        # preempted request resumes before new ones start.
+        self.waiting: list[Request] = []
+        # Blocks reserved, KV on its way from another worker.
+        self.waiting_for_remote: list[Request] = []
+        self.running: list[Request] = []
+        self.num_prefix_cache_queries = 0
+        self.num_prefix_cache_hits = 0
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request, new or given back."""
+        bisect.insort(self.waiting, request, key=lambda queued: queued.arrival)
+
+    def remove(self, request: Request) -> None:
+        """Take a request off its queue; its blocks stay its own."""
+        match request.status:
+            case RequestStatus.RUNNING:
+                self.running.remove(request)
+            case RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self.waiting_for_remote.remove(request)
+            case _:
+                self.waiting.remove(request)
+
+    def pick(self) -> Batch:
+        """Choose what the next step computes, and take the blocks for it."""
+        batch = Batch(preempted=self._make_room())
+        budget = self._max_num_batched_tokens
+        for request in sorted(self.running, key=lambda running: running.num_uncomputed_tokens > 1):
+            budget -= self._schedule(request, budget, batch)
+        if not batch.preempted:
+            self._admit(budget, batch)
+        return batch
+
+    def start_running(self, request: Request) -> None:
+        """Let a request compute from the next step on: its blocks and its seat are there."""
+        self.running.append(request)
+        request.enter(RequestStatus.RUNNING, self._clock())
+
+    def _make_room(self) -> list[Request]:
+        """Get each running request the block its next token needs, at others' cost if need be."""
+        preempted: list[Request] = []
+        for request in list(self.running):
+            while request.status is RequestStatus.RUNNING and not self._pool.grow(
+                request.block_ids, request.num_tokens
+            ):
+                victim = self._choose_victim()
+                self._preempt(victim)
+                preempted.append(victim)
+        return preempted
+
+    def _choose_victim(self) -> Request:
+        """The running request that loses least: whose blocks, once gone, cost the fewest tokens to
+        compute again. Blocks that others share stay, so they cost nothing, and free nothing.
+        """
+
+        def loss(request: Request) -> tuple[bool, int, int]:
+            num_shared = sum(map(self._pool.is_shared, request.block_ids))
+            frees_nothing = num_shared == len(request.block_ids)
+            num_lost_tokens = request.num_computed_tokens - num_shared * self._pool.block_size
+            return frees_nothing, num_lost_tokens, -request.arrival
+
+        return min(self.running, key=loss)
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._pool.release(request.block_ids)
+        request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
+        request.num_computed_tokens = 0
+        request.enter(RequestStatus.PREEMPTED, self._clock())
+        self.add(request)
+        self.num_preemptions += 1
+
+    def _schedule(self, request: Request, budget: int, batch: Batch) -> int:
+        num_tokens = min(request.num_uncomputed_tokens, self._chunk_limit, budget)
+        if num_tokens:
+            samples = num_tokens == request.num_uncomputed_tokens
+            batch.scheduled.append(ScheduledRequest(request, num_tokens, samples))
+        return num_tokens
+
+    def _admit(self, budget: int, batch: Batch) -> None:
+        """Let in waiting requests, oldest first; one that does not fit yet is not overtaken."""
+        while self.waiting and self._num_seats_taken < self.max_num_seqs:
+            request = self.waiting[0]
+            if not (budget or request.awaits_remote_kv) or not self._take_blocks(request):
+                return
+            self.waiting.pop(0)
+            if request.awaits_remote_kv:
+                self.waiting_for_remote.append(request)
+                request.enter(RequestStatus.WAITING_FOR_REMOTE_KVS, self._clock())
+                batch.remote_kv_wanted.append(request)
+            else:
+                self.start_running(request)
+                budget -= self._schedule(request, budget, batch)
+
+    @property
+    def _num_seats_taken(self) -> int:
+        return len(self.running) + len(self.waiting_for_remote)
+
+    def _take_blocks(self, request: Request) -> bool:
+        """Give a request blocks for all its tokens, those in the prefix cache included."""
+        self._pool.extend_keys(request.block_keys, request.token_ids, request.cache_salt)
+        # The last token is always computed: its logits are what the request is here for.
+        num_usable_blocks = (request.num_tokens - 1) // self._pool.block_size
+        cached = self._pool.longest_prefix(request.block_keys[:num_usable_blocks])
+        # A block for each request that grows, or the newcomer would soon be thrown out again.
+        spare = sum(not other.hold_blocks for other in (*self.running, *self.waiting_for_remote))
+        if not self._pool.grow(request.block_ids, request.num_tokens, cached=cached, spare=spare):
+            return False
+        request.num_computed_tokens = len(cached) * self._pool.block_size
+        self._count_cache_use(request)
+        return True
+
+    def _count_cache_use(self, request: Request) -> None:
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(
+                request.num_computed_tokens, request.num_prompt_tokens - 1
+            )
+            self.num_prefix_cache_queries += request.num_prompt_tokens
+            self.num_prefix_cache_hits += request.num_cached_tokens
+        self.num_recomputed_tokens += max(0, request.num_lost_tokens - request.num_computed_tokens)
+        request.num_lost_tokens = 0

@@ -1,0 +1,328 @@
+"""The engine: requests go in, each step computes a batch, tokens come out."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.batcher import Batch, Batcher, ScheduledRequest
+from engine.block_pool import BlockEvents, BlockPool
+from engine.request import (
+    DuplicateRequest,
+    EngineEvent,
+    FinishReason,
+    InvalidLogits,
+    InvalidParameter,
+    PrefillProgress,
+    RemoteKvWanted,
+    Request,
+    RequestFailed,
+    RequestStatus,
+    RequestTooLarge,
+    TokenOutput,
+    TooManyWaiting,
+)
+from engine.sampling import SampledToken, Sampler, check_token_id
+
+
+class Runner(Protocol):
+    """Computes the tokens of a batch."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+        """Write the batch's KV; return a row of float32 logits for each request that samples."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine is doing; the fields are those of the proto's EngineLoad, and more."""
+
+    num_blocks: int
+    num_free_blocks: int
+    num_leases: int
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_prefix_cache_queries: int
+    num_prefix_cache_hits: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    num_steps: int
+    num_invalid_logits: int
+
+
+class Engine:
+    """Continuous batching over one model. Not thread-safe: `EngineLoop` owns it in a service.
+
+    A sequence may grow to `max_model_len` tokens, or to what the whole cache holds if that is
+    less; a request whose prompt leaves no room below that is refused, so whatever is accepted
+    gets its turn.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        sampler: Sampler,
+        batcher: Batcher,
+        pool: BlockPool,
+        *,
+        eos_token_ids: frozenset[int],
+        max_model_len: int,
+        max_num_waiting: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._batcher = batcher
+        self._pool = pool
+        self._eos_token_ids = eos_token_ids
+        self.max_model_len = min(max_model_len, pool.num_blocks * pool.block_size)
+        self._max_num_waiting = max_num_waiting
+        self.max_num_requests = batcher.max_num_seqs + max_num_waiting
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        # Blocks of finished requests, kept for another worker until `release_hold`.
+        self._held: dict[str, list[int]] = {}
+        # Blocks of aborted requests that a remote pull may still be writing to.
+        self._quarantined: dict[str, list[int]] = {}
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._num_invalid_logits = 0
+        # Whether the next step can do anything without a call from outside.
+        self.is_stalled = True
+        # Called within `step`, before evicted blocks are overwritten and after blocks are filled.
+        self.on_block_events: Callable[[BlockEvents], None] = lambda events: None
+
+    def step(self) -> list[EngineEvent]:
+        """Run one forward pass over whatever is due, and commit what it produced."""
+        batch = self._batcher.pick()
+        self.is_stalled = batch.is_empty
+        self._announce_blocks()
+        events = self._ask_for_remote_kv(batch)
+        if batch.scheduled:
+            logits = self._runner.execute(batch.scheduled)
+            sampling = [item.request for item in batch.scheduled if item.samples]
+            events += self._commit(batch, self._sampler.sample(logits, sampling))
+            self._announce_blocks()
+        return events
+
+    def check(self, request: Request) -> None:
+        """Raise an EngineError if the request could never be served; safe on any thread."""
+        if not request.prompt_token_ids:
+            raise InvalidParameter("prompt", "the prompt is empty")
+        for token_id in request.token_ids:
+            check_token_id("prompt", token_id, self._runner.vocab_size)
+        request.sampling_params.validate(self._runner.vocab_size)
+        if request.num_tokens >= self.max_model_len:
+            raise RequestTooLarge(
+                f"the request has {request.num_tokens} tokens and needs room for one more, "
+                f"but a sequence may have at most {self.max_model_len}"
+            )
+        if len(request.output_token_ids) >= request.sampling_params.max_tokens:
+            raise InvalidParameter(
+                "max_tokens",
+                f"all {request.sampling_params.max_tokens} tokens were produced already",
+            )
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; raises an EngineError if it is refused.
+
+        Its id must be free: neither in use nor owning blocks after its end.
+        """
+        self.check(request)
+        if any(
+            request.request_id in owners
+            for owners in (self._requests, self._held, self._quarantined)
+        ):
+            raise DuplicateRequest(f"request {request.request_id} is known already")
+        if len(self._batcher.waiting) >= self._max_num_waiting:
+            raise TooManyWaiting(f"{self._max_num_waiting} requests are waiting already")
+        request.arrive(self._num_arrivals, self._clock())
+        self._num_arrivals += 1
+        self._requests[request.request_id] = request
+        self._batcher.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request in whichever state it is; False if it is over already."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._quarantined[request_id] = _take(request.block_ids)
+        self._retire(request)
+        return True
+
+    def release_hold(self, request_id: str) -> bool:
+        """Give back the blocks of a finished `hold_blocks` request; False if there are none."""
+        return self._release_from(self._held, request_id)
+
+    def remote_kv_done(self, request_id: str) -> bool:
+        """The wanted blocks are written. False if nobody waits for them any more."""
+        request = self._end_remote_wait(request_id)
+        if request is None:
+            return False
+        request.has_remote_kv = True
+        self._advance(request, request.num_uncomputed_tokens - 1)
+        self._batcher.start_running(request)
+        return True
+
+    def remote_kv_failed(self, request_id: str) -> bool:
+        """The wanted blocks will not come, and nothing writes to them any more.
+
+        The request computes its tokens here. False if nobody waits for it any more.
+        """
+        request = self._end_remote_wait(request_id)
+        if request is None:
+            return False
+        self._pool.release(request.block_ids)
+        request.num_computed_tokens = 0
+        request.enter(RequestStatus.WAITING, self._clock())
+        self._batcher.add(request)
+        return True
+
+    def load(self) -> EngineStats:
+        """Count what the engine is doing."""
+        batcher, pool = self._batcher, self._pool
+        return EngineStats(
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            num_leases=len(self._held),
+            num_running=len(batcher.running),
+            num_waiting=len(batcher.waiting) + len(batcher.waiting_for_remote),
+            num_waiting_tokens=sum(
+                max(0, request.num_prompt_tokens - request.num_computed_tokens)
+                for request in (*batcher.waiting, *batcher.running)
+                if not request.awaits_remote_kv
+            ),
+            num_prefix_cache_queries=batcher.num_prefix_cache_queries,
+            num_prefix_cache_hits=batcher.num_prefix_cache_hits,
+            num_preemptions=batcher.num_preemptions,
+            num_recomputed_tokens=batcher.num_recomputed_tokens,
+            num_steps=self._num_steps,
+            num_invalid_logits=self._num_invalid_logits,
+        )
+
+    def close(self) -> None:
+        """Release the KV cache's memory. No transfer may be reading or writing it."""
+        self._runner.close()
+
+    def _announce_blocks(self) -> None:
+        events = self._pool.drain_events()
+        if events.stored or events.removed:
+            self.on_block_events(events)
+
+    def _ask_for_remote_kv(self, batch: Batch) -> list[EngineEvent]:
+        events: list[EngineEvent] = []
+        for request in batch.remote_kv_wanted:
+            first = request.num_computed_tokens // self._pool.block_size
+            end = self._pool.num_blocks_for(request.num_tokens - 1)
+            block_ids = tuple(request.block_ids[first:end])
+            events.append(RemoteKvWanted(request.request_id, first, block_ids))
+        return events
+
+    def _commit(self, batch: Batch, tokens: Sequence[SampledToken | None]) -> list[EngineEvent]:
+        """Record what a pass computed; a finished request gives its blocks back."""
+        self._num_steps += 1
+        now = self._clock()
+        sampled = iter(tokens)
+        events: list[EngineEvent] = []
+        for item in batch.scheduled:
+            token = next(sampled) if item.samples else None
+            if item.samples and token is None:
+                events.append(self._fail(item.request))
+                continue
+            self._advance(item.request, item.num_tokens)
+            events.append(
+                _progress(item.request)
+                if token is None
+                else self._commit_token(item.request, token, now)
+            )
+        return events
+
+    def _advance(self, request: Request, num_tokens: int) -> None:
+        """Count tokens as computed, and let others find the blocks that are now full."""
+        block_size = self._pool.block_size
+        num_full_before = request.num_computed_tokens // block_size
+        request.num_computed_tokens += num_tokens
+        num_full = request.num_computed_tokens // block_size
+        if num_full > len(request.block_keys):
+            self._pool.extend_keys(request.block_keys, request.token_ids, request.cache_salt)
+        filled = slice(num_full_before, num_full)
+        # No keys: prefix caching is off.
+        for block_id, key in zip(
+            request.block_ids[filled], request.block_keys[filled], strict=False
+        ):
+            self._pool.register(block_id, key)
+
+    def _commit_token(self, request: Request, token: SampledToken, now: float) -> TokenOutput:
+        request.append(token.token_id, now)
+        reason = request.finish_reason(self._eos_token_ids, self.max_model_len)
+        if reason is None and not request.hold_blocks:
+            return TokenOutput(request.request_id, token.token_id, token.logprobs)
+        held_block_ids: tuple[int, ...] = ()
+        if reason is None:
+            self._held[request.request_id] = _take(request.block_ids)
+            held_block_ids = tuple(self._held[request.request_id])
+        self._retire(request)
+        return TokenOutput(
+            request.request_id,
+            token.token_id,
+            token.logprobs,
+            finish_reason=reason,
+            matched_stop_token_id=token.token_id if reason is FinishReason.STOP else None,
+            timings=request.timings(now),
+            num_cached_tokens=request.num_cached_tokens or 0,
+            held_block_ids=held_block_ids,
+            num_held_tokens=request.num_computed_tokens if held_block_ids else 0,
+        )
+
+    def _fail(self, request: Request) -> RequestFailed:
+        # A row gone wrong may come from what the cache holds: nobody shall find it again.
+        self._pool.forget(request.block_ids)
+        self._num_invalid_logits += 1
+        self._retire(request)
+        message = f"no usable distribution at position {request.num_tokens}"
+        return RequestFailed(request.request_id, InvalidLogits(message))
+
+    def _retire(self, request: Request) -> None:
+        self._batcher.remove(request)
+        self._pool.release(request.block_ids)
+        request.status = RequestStatus.FINISHED
+        del self._requests[request.request_id]
+
+    def _end_remote_wait(self, request_id: str) -> Request | None:
+        """Take a request off its wait for remote KV, or its blocks out of quarantine."""
+        if self._release_from(self._quarantined, request_id):
+            return None
+        request = self._requests.get(request_id)
+        if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return None
+        self._batcher.remove(request)
+        request.awaits_remote_kv = False
+        return request
+
+    def _release_from(self, owners: dict[str, list[int]], request_id: str) -> bool:
+        block_ids = owners.pop(request_id, None)
+        if block_ids is None:
+            return False
+        self._pool.release(block_ids)
+        return True
+
+
+def _progress(request: Request) -> PrefillProgress:
+    num_computed_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+    return PrefillProgress(request.request_id, num_computed_tokens)
+
+
+def _take(block_ids: list[int]) -> list[int]:
+    """Move blocks to a new owner."""
+    taken = block_ids.copy()
+    block_ids.clear()
+    return taken

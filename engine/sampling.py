@@ -1,0 +1,327 @@
+"""How a token is chosen: the parameters, the row-by-row sampler, the generator behind it."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.request import InvalidParameter
+
+# Below this, dividing by the temperature is of no use and greedy is what is meant.
+GREEDY_TEMPERATURE = 1e-5
+MAX_LOGPROBS = 20
+
+_UINT64 = (1 << 64) - 1
+# Candidates looked at before the whole vocabulary is sorted.
+_NUM_CANDIDATES = 1024
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What the caller wants; the defaults change nothing about the model's distribution."""
+
+    # New tokens at most, counted over the request's whole life.
+    max_tokens: int
+    temperature: float = 1.0
+    # Keep the most likely tokens that together reach this mass; 0 keeps one.
+    top_p: float = 1.0
+    # Keep this many of the most likely tokens; 0 and -1: all.
+    top_k: int = 0
+    # Keep tokens with this share of the top probability.
+    min_p: float = 0.0
+    # Divides positive and multiplies negative logits of tokens in prompt or output.
+    repetition_penalty: float = 1.0
+    # Subtracted once from each token of the output.
+    presence_penalty: float = 0.0
+    # Subtracted per occurrence in the output.
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    # Nothing that would end the sequence is chosen before.
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    # Return log-probabilities, with this many alternatives.
+    num_logprobs: int | None = None
+    # Token sequences that must not appear.
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidParameter for the first value that is out of range."""
+        _check_number("temperature", self.temperature, 0, 2)
+        _check_number("top_p", self.top_p, 0, 1)
+        _check_number("min_p", self.min_p, 0, 1)
+        _check_number("presence_penalty", self.presence_penalty, -2, 2)
+        _check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_number("repetition_penalty", self.repetition_penalty, 0, 2)
+        if self.repetition_penalty == 0:
+            raise InvalidParameter("repetition_penalty", "repetition_penalty must be above 0")
+        _check_int("top_k", self.top_k, -1, None)
+        _check_int("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.num_logprobs is not None:
+            _check_int("logprobs", self.num_logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+        for token_id in self.stop_token_ids:
+            check_token_id("stop_token_ids", token_id, vocab_size)
+        for token_id, bias in self.logit_bias.items():
+            check_token_id("logit_bias", token_id, vocab_size)
+            _check_number("logit_bias", bias, -100, 100)
+        for word in self.bad_words:
+            if not word:
+                raise InvalidParameter("bad_words", "bad_words contains an empty sequence")
+            for token_id in word:
+                check_token_id("bad_words", token_id, vocab_size)
+
+
+def check_token_id(param: str, token_id: object, vocab_size: int) -> None:
+    """Raise InvalidParameter for what is no token of the vocabulary."""
+    if type(token_id) is not int or not 0 <= token_id < vocab_size:
+        raise InvalidParameter(
+            param, f"{param}: {token_id!r} is not a token id from 0 to {vocab_size - 1}"
+        )
+
+
+def _check_number(param: str, value: object, low: float, high: float) -> None:
+    # The comparison is false for NaN too.
+    if type(value) not in (int, float) or not low <= value <= high:  # type: ignore[operator]
+        raise InvalidParameter(param, f"{param} is {value!r}, expected a number in [{low}, {high}]")
+
+
+def _check_int(param: str, value: object, low: int, high: int | None) -> None:
+    if type(value) is not int or value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidParameter(param, f"{param} is {value!r}, expected an integer {bound}")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A token that could have been chosen."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The chosen token's log-probability and the most likely alternatives, best first.
+
+    From the distribution after bias, penalties and masks, before temperature.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """What one row came to."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class SamplingInput(Protocol):
+    """The part of a request that decides its next token."""
+
+    @property
+    def prompt_token_ids(self) -> list[int]: ...
+
+    @property
+    def output_token_ids(self) -> list[int]: ...
+
+    @property
+    def sampling_params(self) -> SamplingParams: ...
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments.
+
+    SplitMix64's finalizer over a counter: a request draws the same numbers on whichever
+    worker, in whichever batch and however often it is resumed.
+    """
+    x = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03) & _UINT64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _UINT64
+    x ^= x >> 31
+    return (x >> 11) * 2.0**-53
+
+
+class Sampler:
+    """Turns rows of logits into tokens.
+
+    Operations over several rows are only ones whose result for a row cannot depend on the
+    other rows: reductions along the last dimension of torch's row kernels, and exact arithmetic.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(
+        self, logits: Tensor, requests: Sequence[SamplingInput]
+    ) -> list[SampledToken | None]:
+        """Choose a token for each row; None where the row is no usable distribution.
+
+        `logits`, float32[len(requests), vocab_size], is overwritten.
+        """
+        if not requests:
+            return []
+        for row, request in zip(logits, requests, strict=True):
+            _add_bias(row, request)
+            _penalize(row, request)
+            self._mask(row, request)
+        best = logits.max(dim=-1)
+        # A NaN anywhere in a row, an infinity, or nothing left to choose from.
+        usable = best.values.isfinite().tolist()
+        token_ids: list[int] = best.indices.tolist()
+        random_rows = [
+            row
+            for row, request in enumerate(requests)
+            if usable[row] and not request.sampling_params.is_greedy
+        ]
+        if random_rows:
+            drawn = _draw(logits[random_rows], [requests[row] for row in random_rows])
+            for row, token_id in zip(random_rows, drawn, strict=True):
+                token_ids[row] = token_id
+        return [
+            SampledToken(token_id, _logprobs(row, token_id, request)) if is_usable else None
+            for row, token_id, request, is_usable in zip(
+                logits, token_ids, requests, usable, strict=True
+            )
+        ]
+
+    def _mask(self, row: Tensor, request: SamplingInput) -> None:
+        """Rule out bad words, and every end before `min_tokens`."""
+        params = request.sampling_params
+        masked = [word[-1] for word in params.bad_words if _would_complete(word, request)]
+        if len(request.output_token_ids) < params.min_tokens:
+            masked += self._eos_token_ids | params.stop_token_ids
+        if masked:
+            row[masked] = -math.inf
+
+
+def _add_bias(row: Tensor, request: SamplingInput) -> None:
+    bias = request.sampling_params.logit_bias
+    if bias:
+        row[list(bias)] += torch.tensor(list(bias.values()), dtype=row.dtype, device=row.device)
+
+
+def _penalize(row: Tensor, request: SamplingInput) -> None:
+    params = request.sampling_params
+    if params.repetition_penalty != 1:
+        seen = list({*request.prompt_token_ids, *request.output_token_ids})
+        values = row[seen]
+        penalty = params.repetition_penalty
+        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        counts = Counter(request.output_token_ids)
+        row[list(counts)] -= torch.tensor(
+            [
+                params.presence_penalty + count * params.frequency_penalty
+                for count in counts.values()
+            ],
+            dtype=row.dtype,
+            device=row.device,
+        )
+
+
+def _would_complete(word: tuple[int, ...], request: SamplingInput) -> bool:
+    """Whether the last token of `word`, chosen now, would complete it."""
+    num_before = len(word) - 1
+    tail = request.output_token_ids[max(0, len(request.output_token_ids) - num_before) :]
+    if len(tail) < num_before:
+        missing = num_before - len(tail)
+        tail = request.prompt_token_ids[-missing:] + tail
+    return num_before == 0 or tuple(tail) == word[:-1]
+
+
+def _draw(logits: Tensor, requests: Sequence[SamplingInput]) -> list[int]:
+    """Draw one token per row, by the inverse of the cumulative distribution in token order."""
+    temperatures = [request.sampling_params.temperature for request in requests]
+    scaled = logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
+    # Sums are taken in numpy, one row at a time: their order is then the row's own.
+    all_probs = scaled.softmax(dim=-1).cpu().numpy()
+    token_ids = []
+    for row, probs, request in zip(scaled, all_probs, requests, strict=True):
+        params = request.sampling_params
+        position = len(request.prompt_token_ids) + len(request.output_token_ids)
+        kept = _kept_token_ids(row, probs, params)
+        mass = probs if kept is None else probs[kept]
+        index = _inverse_cdf(mass, uniform(params.seed, position))
+        token_ids.append(index if kept is None else int(kept[index]))
+    return token_ids
+
+
+def _inverse_cdf(probs: np.ndarray, number: float) -> int:
+    cdf = np.cumsum(probs, dtype=np.float64)
+    # Rounding must not carry the target to the very end, past the last possible token.
+    target = min(number * cdf[-1], np.nextafter(cdf[-1], 0.0))
+    return int(np.searchsorted(cdf, target, side="right"))
+
+
+def _kept_token_ids(row: Tensor, probs: np.ndarray, params: SamplingParams) -> np.ndarray | None:
+    """The tokens that top_k, then top_p, then min_p leave, in token order; None: all."""
+    vocab_size = len(probs)
+    top_k = params.top_k if 0 < params.top_k < vocab_size else None
+    if top_k is None and params.top_p >= 1 and params.min_p <= 0:
+        return None
+    # Each of the three keeps a beginning of the tokens in order of probability, mostly a short
+    # one; where the first candidates do not settle it, all are sorted.
+    num_candidates = min(vocab_size, top_k or _NUM_CANDIDATES)
+    values, token_ids = row.topk(num_candidates)
+    num_kept = _num_kept(values, probs[token_ids.cpu().numpy()], top_k, params)
+    if num_kept == num_candidates and top_k is None:
+        values, token_ids = row.topk(vocab_size)
+        num_kept = _num_kept(values, probs[token_ids.cpu().numpy()], top_k, params)
+    return _settle_ties(row, values[:num_kept], token_ids[:num_kept]).cpu().numpy()
+
+
+def _num_kept(
+    sorted_values: Tensor, sorted_probs: np.ndarray, top_k: int | None, params: SamplingParams
+) -> int:
+    """How many of the sorted candidates, which `top_k` has cut already, stay."""
+    num_kept = len(sorted_probs)
+    if params.top_p < 1:
+        cdf = np.cumsum(sorted_probs, dtype=np.float64)
+        total = 1.0 if top_k is None else cdf[-1]
+        num_kept = min(num_kept, int(np.searchsorted(cdf, params.top_p * total)) + 1)
+    if params.min_p > 0:
+        values = sorted_values[:num_kept]
+        num_kept = int((values >= values[0] + math.log(params.min_p)).sum())
+    return num_kept
+
+
+def _settle_ties(row: Tensor, largest: Tensor, token_ids: Tensor) -> Tensor:
+    """The ids of the largest values, ascending, where among equals the lowest ids win.
+
+    `topk` leaves open which of several equal values it returns.
+    """
+    threshold = largest[-1]
+    above = token_ids[largest > threshold]
+    tied = (row == threshold).nonzero().flatten()[: len(token_ids) - len(above)]
+    return torch.cat((above, tied)).sort().values
+
+
+def _logprobs(row: Tensor, token_id: int, request: SamplingInput) -> TokenLogprobs | None:
+    count = request.sampling_params.num_logprobs
+    if count is None:
+        return None
+    logprobs = row.log_softmax(dim=-1)
+    top: list[Candidate] = []
+    if count:
+        ids = _settle_ties(logprobs, *logprobs.topk(count))
+        candidates = map(Candidate, ids.tolist(), logprobs[ids].tolist())
+        # Masked tokens are no alternatives.
+        top = [candidate for candidate in candidates if candidate.logprob > -math.inf]
+        top.sort(key=lambda candidate: -candidate.logprob)
+    return TokenLogprobs(token_id, float(logprobs[token_id]), tuple(top))
