@@ -1,0 +1,164 @@
+"""One safetensors file: its header distrusted, its tensors mapped without a copy."""
+
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SafetensorsError(Exception):
+    """A file that cannot be used; the message says what and where."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies in the data that follows the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# The format's own limit.
+_MAX_HEADER_BYTES = 100_000_000
+_MAX_DIMENSIONS = 8
+_MAX_OFFSET = 1 << 62
+_LENGTH_BYTES = 8
+
+
+def map_tensors(path: Path) -> dict[str, Tensor]:
+    """Map the file and return its tensors; processes that map one file share its memory."""
+    with path.open("rb") as file:
+        entries, data_start = _read_header(path, file.fileno())
+        # Copy-on-write: torch wants memory that it may write, and nothing ever does.
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    memory.madvise(mmap.MADV_WILLNEED)
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    return {name: _view(data, data_start, entry) for name, entry in entries.items()}
+
+
+def read_header(path: Path) -> dict[str, TensorEntry]:
+    """Return what the file holds, once its header is known to be sound."""
+    with path.open("rb") as file:
+        return _read_header(path, file.fileno())[0]
+
+
+def _view(data: Tensor, data_start: int, entry: TensorEntry) -> Tensor:
+    part = data[data_start + entry.begin : data_start + entry.end]
+    if part.storage_offset() % entry.dtype.itemsize:
+        part = part.clone()
+    return part.view(entry.dtype).view(entry.shape)
+
+
+def _read_header(path: Path, descriptor: int) -> tuple[dict[str, TensorEntry], int]:
+    """Return the entries and the file offset at which their data starts."""
+    file_bytes = os.fstat(descriptor).st_size
+    start = os.pread(descriptor, 64, 0)
+    _check_kind(path, start, file_bytes)
+    (header_bytes,) = struct.unpack("<Q", start[:_LENGTH_BYTES])
+    data_start = _LENGTH_BYTES + header_bytes
+    if header_bytes > _MAX_HEADER_BYTES:
+        raise SafetensorsError(f"{path}: header length {header_bytes} is above the format's limit")
+    if data_start > file_bytes:
+        raise SafetensorsError(
+            f"{path}: header ends at byte {data_start}, but the file has {file_bytes} bytes"
+        )
+    try:
+        header = json.loads(
+            os.pread(descriptor, header_bytes, _LENGTH_BYTES).decode("utf-8"),
+            object_pairs_hook=_unique_keys,
+        )
+        entries = _parse_entries(header)
+        data_bytes = _check_tiling(entries)
+    except (ValueError, RecursionError) as error:
+        raise SafetensorsError(f"{path}: header: {error}") from None
+    if data_start + data_bytes != file_bytes:
+        raise SafetensorsError(
+            f"{path}: the file has {file_bytes} bytes, its header accounts for"
+            f" {data_start + data_bytes}"
+        )
+    return entries, data_start
+
+
+def _check_kind(path: Path, start: bytes, file_bytes: int) -> None:
+    """Name the usual things that end up under the name of a weight file."""
+    if start.startswith(b"version https://git-lfs"):
+        raise SafetensorsError(f"{path}: a Git LFS pointer, not the file it points to")
+    if start.lstrip()[:1] == b"<":
+        raise SafetensorsError(f"{path}: an HTML or XML page, not a safetensors file")
+    if file_bytes <= _LENGTH_BYTES:
+        raise SafetensorsError(f"{path}: {file_bytes} bytes are too few for a safetensors file")
+
+
+def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    items: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in items:
+            raise ValueError(f"{key!r} appears twice")
+        items[key] = value
+    return items
+
+
+def _parse_entries(header: object) -> dict[str, TensorEntry]:
+    if not isinstance(header, dict):
+        raise ValueError("not a JSON object")
+    entries = {
+        name: _parse_entry(name, value) for name, value in header.items() if name != "__metadata__"
+    }
+    if not entries:
+        raise ValueError("no tensors")
+    return entries
+
+
+def _parse_entry(name: str, value: object) -> TensorEntry:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name}: expected dtype, shape and data_offsets")
+    dtype = _DTYPES.get(value["dtype"]) if isinstance(value["dtype"], str) else None
+    if dtype is None:
+        raise ValueError(
+            f"{name}: dtype {value['dtype']!r} is not supported (supported: {', '.join(_DTYPES)})"
+        )
+    shape = _naturals(name, "shape", value["shape"])
+    offsets = _naturals(name, "data_offsets", value["data_offsets"])
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"{name}: {len(shape)} dimensions are too many")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{name}: data_offsets {list(offsets)} are no range")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes != offsets[1] - offsets[0]:
+        raise ValueError(
+            f"{name}: shape {list(shape)} takes {num_bytes} bytes,"
+            f" data_offsets give {offsets[1] - offsets[0]}"
+        )
+    return TensorEntry(dtype, shape, *offsets)
+
+
+def _naturals(name: str, key: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(
+        type(number) is int and 0 <= number <= _MAX_OFFSET for number in value
+    ):
+        raise ValueError(f"{name}: {key} is not a list of natural numbers")
+    return tuple(value)
+
+
+def _check_tiling(entries: Mapping[str, TensorEntry]) -> int:
+    """Return the bytes of data, which the tensors cover without holes or overlaps."""
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != end:
+            fault = "overlaps the tensor before it" if entry.begin < end else "follows a hole"
+            raise ValueError(
+                f"{name}: starts at byte {entry.begin} and {fault}, which ends at {end}"
+            )
+        end = entry.end
+    return end
