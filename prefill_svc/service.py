@@ -1,0 +1,162 @@
+"""PrefillService: prompts in; progress, the first token and leased KV out."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from engine.request import PrefillProgress, Request, TokenOutput
+from mesh import metrics
+from mesh.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
+from prefill_svc.leases import LeaseTable
+from worker import translate
+from worker.engine_port import EnginePort, run_request
+from worker.spans import run_span
+from worker.streams import ActiveStreams
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What this worker's handles say about it."""
+
+    engine_id: str
+    address: str
+    transfer_address: str
+    layout_fingerprint: str
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """What a request holds in the engine is freed unless its handle reached the caller."""
+
+    def __init__(
+        self,
+        model: str,
+        engine: EnginePort,
+        streams: ActiveStreams,
+        leases: LeaseTable,
+        holder: Holder,
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._streams = streams
+        self._leases = leases
+        self._holder = holder
+        self._num_requests = itertools.count(1)
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Context
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        translate.check_model(request.model, self._model)
+        prompt = self._to_engine_request(request)
+        first: TokenOutput | None = None
+        is_delivered = False
+        try:
+            with run_span("prefill.run", {"pdmesh.request_id": request.request_id}) as span:
+                async with self._streams.open(run_request(self._engine, prompt)) as batches:
+                    async for batch in batches:
+                        match batch[-1]:
+                            case TokenOutput() as first:
+                                span.set_attributes(_attributes(prompt, first))
+                            case PrefillProgress(num_computed_tokens=num_computed_tokens):
+                                yield _progress(num_computed_tokens)
+            assert first is not None, "run_request ends with a token or an error"
+            yield prefill_pb2.PrefillResponse(finished=self._finish(prompt.request_id, first))
+            # Only a caller that has taken the stream to its end gets us here.
+            is_delivered = True
+        except (asyncio.CancelledError, GeneratorExit):
+            metrics.ABORTED.add(1, {"state": "prefill"})
+            raise
+        finally:
+            if not is_delivered:
+                self._take_back(prompt.request_id)
+
+    async def RenewKv(
+        self, request: prefill_pb2.RenewKvRequest, context: Context
+    ) -> prefill_pb2.RenewKvResponse:
+        lease_s = self._leases.renew(request.handle_id)
+        return prefill_pb2.RenewKvResponse(lease_expires_at=_after(lease_s))
+
+    async def ReleaseKv(
+        self, request: prefill_pb2.ReleaseKvRequest, context: Context
+    ) -> prefill_pb2.ReleaseKvResponse:
+        return prefill_pb2.ReleaseKvResponse(was_live=self._leases.release(request.handle_id))
+
+    async def GetLoad(
+        self, request: prefill_pb2.PrefillServiceGetLoadRequest, context: Context
+    ) -> prefill_pb2.PrefillServiceGetLoadResponse:
+        return prefill_pb2.PrefillServiceGetLoadResponse(
+            load=translate.to_engine_load(self._engine.load())
+        )
+
+    def _to_engine_request(self, request: prefill_pb2.PrefillRequest) -> Request:
+        return Request(
+            # A gateway may try again here while the lease of its first try still lasts.
+            request_id=f"{request.request_id}/{next(self._num_requests)}",
+            prompt_token_ids=list(request.prompt_token_ids),
+            output_token_ids=list(request.output_token_ids),
+            sampling_params=translate.to_sampling_params(request.sampling_params),
+            cache_salt=request.cache_salt,
+            hold_blocks=True,
+        )
+
+    def _finish(self, handle_id: str, first: TokenOutput) -> prefill_pb2.PrefillFinished:
+        """The last message; from here on a lease guards what the engine holds."""
+        assert first.timings is not None, "the first token is the last one here"
+        finished = prefill_pb2.PrefillFinished(
+            first_token=translate.to_token_chunk([first]),
+            num_cached_tokens=first.num_cached_tokens,
+            matched_stop_token_id=first.matched_stop_token_id,
+            timings=translate.to_timings(
+                (types_pb2.STAGE_PREFILL_WAIT, first.timings.wait_s),
+                (types_pb2.STAGE_PREFILL_COMPUTE, first.timings.prefill_s),
+            ),
+        )
+        if first.finish_reason is not None:
+            finished.finish_reason = translate.to_finish_reason(first.finish_reason)
+        else:
+            finished.kv_handle.CopyFrom(self._lease(handle_id, first))
+        return finished
+
+    def _lease(self, handle_id: str, first: TokenOutput) -> types_pb2.KvHandle:
+        lease_s = self._leases.grant(handle_id)
+        return types_pb2.KvHandle(
+            handle_id=handle_id,
+            engine_id=self._holder.engine_id,
+            block_ids=first.held_block_ids,
+            num_tokens=first.num_held_tokens,
+            lease_expires_at=_after(lease_s),
+            holder_address=self._holder.address,
+            transfer_address=self._holder.transfer_address,
+            layout_fingerprint=self._holder.layout_fingerprint,
+        )
+
+    def _take_back(self, handle_id: str) -> None:
+        """Free what a finished request holds, whether or not its lease has begun."""
+        if not self._leases.release(handle_id):
+            self._engine.release_hold(handle_id)
+
+
+def _progress(num_computed_tokens: int) -> prefill_pb2.PrefillResponse:
+    return prefill_pb2.PrefillResponse(
+        progress=prefill_pb2.PrefillProgress(num_computed_tokens=num_computed_tokens)
+    )
+
+
+def _attributes(prompt: Request, first: TokenOutput) -> dict[str, int]:
+    return {
+        "pdmesh.prompt_tokens": len(prompt.prompt_token_ids),
+        "pdmesh.cached_tokens": first.num_cached_tokens,
+    }
+
+
+def _after(delay_s: float) -> Timestamp:
+    timestamp = Timestamp()
+    timestamp.FromNanoseconds(time.time_ns() + int(delay_s * 1e9))
+    return timestamp

@@ -1,0 +1,79 @@
+"""Settings that prefill and decode workers share."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from engine.config import MIB, EngineConfig
+from mesh.config import Address, ServiceConfig
+
+
+class WorkerConfig(ServiceConfig):
+    """One engine and its place in the mesh."""
+
+    model: str = Field(min_length=1, description="name under which the model is served")
+    model_path: Path = Field(description="folder with the model's safetensors and config.json")
+    kv_transfer_address: Address = Field(
+        "127.0.0.1:50060", description="this machine's KV transfer agent"
+    )
+    device: str = Field("cpu", description="where the model runs, as torch names it")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of weights and KV; auto is what the checkpoint stores"
+    )
+    block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
+    num_blocks: int | None = Field(
+        None, ge=1, description="KV blocks; by default as many as kv_cache_memory_bytes holds"
+    )
+    kv_cache_memory_bytes: int = Field(384 * MIB, ge=1, description="memory for the KV cache")
+    max_num_seqs: int = Field(32, ge=1, description="requests that run at the same time")
+    max_num_batched_tokens: int = Field(
+        256, ge=1, description="tokens in one step, over all requests"
+    )
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="longest chunk of one prompt while other requests run; 0 is no limit"
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="longest sequence; by default what the model was made for"
+    )
+    max_num_waiting: int = Field(256, ge=1, description="requests that may wait for room")
+    enable_prefix_caching: bool = Field(True, description="reuse the KV of equal prompt beginnings")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of a forward pass; by default torch's choice"
+    )
+    segment_dir: Path = Field(
+        Path("/dev/shm"), description="where the KV cache's shared-memory file is made"
+    )
+    segment_prefix: str = Field(
+        "pdmesh-", pattern=r"^[^/]+$", description="what that file's name begins with"
+    )
+    os_priority: int = Field(
+        0, ge=0, le=19, description="the process's nice value; higher gives way to others"
+    )
+    stall_timeout_s: float = Field(
+        60.0, gt=0, description="unhealthy after so long with requests but no finished step"
+    )
+
+    def segment_path(self, incarnation: str) -> Path:
+        return self.segment_dir / f"{self.segment_prefix}{self.worker_id}-{incarnation}"
+
+    def engine_config(self, incarnation: str) -> EngineConfig:
+        path = self.segment_path(incarnation)
+        return EngineConfig(
+            model_path=self.model_path,
+            device=self.device,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            kv_cache_memory_bytes=self.kv_cache_memory_bytes,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            max_model_len=self.max_model_len,
+            enable_prefix_caching=self.enable_prefix_caching,
+            max_num_waiting=self.max_num_waiting,
+            num_threads=self.num_threads,
+            # A transfer agent can map host memory only.
+            segment_path=os.fspath(path) if self.device == "cpu" else None,
+        )
