@@ -153,6 +153,8 @@ _BY_REASON: dict[str, type[MeshError]] = {
     )
 }
 
+REASONS = tuple(_BY_REASON)
+
 # For statuses that gRPC itself or a foreign server made: they carry no reason.
 _BY_CODE: dict[grpc.StatusCode, type[MeshError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,

