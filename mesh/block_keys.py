@@ -18,12 +18,8 @@ def layout_fingerprint(fields: Mapping[str, str | int]) -> str:
 
     Equal mappings, in whatever order, give equal fingerprints; `1` and `"1"` differ.
     """
-    digest = hashlib.sha256(_text(_VERSION + b".layout"))
-    digest.update(struct.pack("<I", len(fields)))
-    for name in sorted(fields):
-        digest.update(_text(name.encode()))
-        digest.update(_value(fields[name]))
-    return digest.hexdigest()[: 2 * KEY_BYTES]
+    encoded = _text(_VERSION + b".layout") + _fields(fields)
+    return hashlib.sha256(encoded).hexdigest()[: 2 * KEY_BYTES]
 
 
 class BlockKeys:
@@ -45,18 +41,16 @@ class BlockKeys:
 
         The empty salt is no salt.
         """
-        return self._root({"cache_salt": cache_salt} if cache_salt else {})
+        extras = _fields({"cache_salt": cache_salt} if cache_salt else {})
+        return hashlib.sha256(self._root_prefix + extras).digest()[:KEY_BYTES]
 
     def extend(self, parent: bytes, token_ids: Sequence[int]) -> bytes:
         """The key of the block that holds `token_ids` after the blocks of `parent`."""
         if len(parent) != KEY_BYTES:
             raise ValueError(f"parent has {len(parent)} bytes, not {KEY_BYTES}")
-        encoded = _u32_le(token_ids)
-        digest = hashlib.sha256(self._block_prefix)
-        digest.update(parent)
-        digest.update(struct.pack("<I", len(token_ids)))
-        digest.update(encoded)
-        return digest.digest()[:KEY_BYTES]
+        count = struct.pack("<I", len(token_ids))
+        encoded = self._block_prefix + parent + count + _u32_le(token_ids)
+        return hashlib.sha256(encoded).digest()[:KEY_BYTES]
 
     def chain(self, token_ids: Sequence[int], block_size: int, cache_salt: str = "") -> list[bytes]:
         """Keys of the full blocks of a sequence, in order; a partial block has none."""
@@ -67,14 +61,6 @@ class BlockKeys:
             keys.append(parent)
         return keys
 
-    def _root(self, extras: Mapping[str, str]) -> bytes:
-        digest = hashlib.sha256(self._root_prefix)
-        digest.update(struct.pack("<I", len(extras)))
-        for name in sorted(extras):
-            digest.update(_text(name.encode()))
-            digest.update(_value(extras[name]))
-        return digest.digest()[:KEY_BYTES]
-
 
 def _u32_le(token_ids: Sequence[int]) -> bytes:
     """OverflowError for what is not an unsigned 32-bit number."""
@@ -82,6 +68,13 @@ def _u32_le(token_ids: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         values.byteswap()
     return values.tobytes()
+
+
+def _fields(fields: Mapping[str, str | int]) -> bytes:
+    parts = [struct.pack("<I", len(fields))]
+    for name in sorted(fields):
+        parts += [_text(name.encode()), _value(fields[name])]
+    return b"".join(parts)
 
 
 def _text(value: bytes) -> bytes:
