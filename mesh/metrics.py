@@ -204,7 +204,7 @@ DISAGG_DECISIONS = Counter(
     "Placements by mode and reason",
     {
         "decision": Values("disaggregated", "local"),
-        "reason": Values("isl_bounding", "prefill_remote", "no_prefill_worker"),
+        "reason": Values("isl_bounding", "prefill_remote", "no_prefill_worker", "forced"),
     },
 )
 KV_TRANSFER_BYTES = Counter("pdmesh.kv_transfer.size", "By", "KV bytes moved between engines")
