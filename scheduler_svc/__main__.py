@@ -1,0 +1,23 @@
+"""`python -m scheduler_svc`: the scheduler as a process."""
+
+import asyncio
+
+from mesh import telemetry
+from mesh.config import load
+from scheduler_svc.app import run
+from scheduler_svc.config import SchedulerConfig
+
+
+def main() -> None:
+    config = load(SchedulerConfig)
+    telemetry.setup(
+        config.service,
+        log_level=config.log_level,
+        otlp_endpoint=config.otlp_endpoint,
+        worker_id=config.worker_id,
+    )
+    asyncio.run(run(config))
+
+
+if __name__ == "__main__":
+    main()

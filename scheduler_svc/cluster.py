@@ -1,0 +1,151 @@
+"""The workers as the registry told last: refreshed in the background, kept through outages."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from redis.exceptions import RedisError
+
+from mesh.registry import RegisteredWorker
+from scheduler_svc.workers import ActiveLoad, Role, WorkerView
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerSource(Protocol):
+    """The part of `mesh.registry.WorkerRegistry` that the scheduler reads."""
+
+    async def list(self) -> list[RegisteredWorker]: ...
+
+
+class Cluster:
+    """Owns the snapshot of live workers.
+
+    A worker whose record is gone while the registry answers is gone. While it does not answer,
+    the last snapshot stands for `max_outage_s`; for `recovery_s` afterwards workers are only
+    added, since a registry that restarted empty hears of them with their next heartbeats. All
+    workers vanishing at once is taken for such a restart too.
+    """
+
+    def __init__(
+        self,
+        source: WorkerSource,
+        *,
+        interval_s: float = 0.25,
+        timeout_s: float = 1.0,
+        max_outage_s: float = 60.0,
+        recovery_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._source = source
+        self._interval_s = interval_s
+        self._timeout_s = timeout_s
+        self._max_outage_s = max_outage_s
+        self._recovery_s = recovery_s
+        self._clock = clock
+        # By worker id: a new incarnation replaces the one before.
+        self._workers: dict[str, RegisteredWorker] = {}
+        self._views: list[WorkerView] = []
+        self._answered_at = clock()
+        self._is_out = False
+        self._recovering_until: float | None = None
+        self._models_seen: set[str] = set()
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def workers(self) -> list[RegisteredWorker]:
+        return list(self._workers.values())
+
+    @property
+    def views(self) -> list[WorkerView]:
+        """The same workers as placement sees them, without charges."""
+        return self._views
+
+    def has_served(self, model: str) -> bool:
+        """Whether a worker with the model was ever seen: it may come back."""
+        return model in self._models_seen
+
+    def on_refresh(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever workers or their loads may have changed."""
+        self._listeners.append(listener)
+
+    async def run(self) -> None:
+        """Refresh until cancelled."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(self._interval_s)
+
+    async def refresh(self) -> None:
+        """Ask the registry once. Its failure is survived here and told to nobody else."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                listed = await self._source.list()
+        except (RedisError, OSError, TimeoutError) as error:
+            self._outage(error)
+        else:
+            self._answered(listed)
+        for listener in self._listeners:
+            listener()
+
+    def _answered(self, listed: list[RegisteredWorker]) -> None:
+        now = self._clock()
+        current = {worker.record.worker_id: worker for worker in listed}
+        has_vanished = bool(self._workers) and not current and self._recovering_until is None
+        if self._is_out or has_vanished:
+            self._recovering_until = now + self._recovery_s
+        if self._recovering_until is not None and now < self._recovering_until:
+            current = {**self._workers, **current}
+        else:
+            self._recovering_until = None
+        if self._is_out:
+            logger.info("registry is back", extra={"num_workers": len(listed)})
+        self._is_out = False
+        self._answered_at = now
+        self._replace(current)
+
+    def _outage(self, error: Exception) -> None:
+        if not self._is_out:
+            self._is_out = True
+            logger.warning(
+                "registry does not answer, placing by the last snapshot",
+                extra={"error": repr(error), "num_workers": len(self._workers)},
+            )
+        if self._clock() - self._answered_at > self._max_outage_s:
+            self._replace({})
+
+    def _replace(self, current: dict[str, RegisteredWorker]) -> None:
+        before, after = _holders(self._workers), _holders(current)
+        if before != after:
+            logger.info(
+                "workers changed",
+                extra={"joined": sorted(after - before), "left": sorted(before - after)},
+            )
+        self._models_seen.update(worker.record.model for worker in current.values())
+        self._workers = current
+        self._views = [_view(worker) for worker in current.values()]
+
+
+def _holders(workers: dict[str, RegisteredWorker]) -> set[str]:
+    return {worker.record.holder for worker in workers.values()}
+
+
+def _view(worker: RegisteredWorker) -> WorkerView:
+    record, load = worker.record, worker.load
+    return WorkerView(
+        worker_id=record.worker_id,
+        holder_id=record.holder,
+        role=Role(record.role),
+        address=record.address,
+        model=record.model,
+        layout_fingerprint=record.layout_fingerprint,
+        block_size=record.block_size,
+        num_blocks=record.num_blocks,
+        max_model_len=record.max_model_len,
+        reported=ActiveLoad(
+            num_requests=load.num_running + load.num_waiting,
+            prefill_tokens=load.num_waiting_tokens,
+            blocks=load.num_blocks - load.num_free_blocks,
+        ),
+    )

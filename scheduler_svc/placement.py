@@ -1,0 +1,251 @@
+"""Which workers serve a request, and in which mode: pure functions over facts and worker views."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from random import Random
+
+from mesh.errors import ContextLengthExceeded, InvalidRequest, WorkerUnavailable
+from scheduler_svc.cost import CostWeights, cheapest_first, decode_cost, prefill_cost
+from scheduler_svc.workers import (
+    ActiveLoad,
+    Candidate,
+    Hits,
+    RequestFacts,
+    Role,
+    WorkerView,
+    candidate,
+)
+
+
+class PlacementMode(StrEnum):
+    """Whether prompt and output are computed by one worker or by two."""
+
+    DISAGGREGATED = "disaggregated"
+    LOCAL = "local"
+
+
+class ModePolicy(StrEnum):
+    """`AUTO` decides for each request; the others force one mode on all."""
+
+    AUTO = "auto"
+    DISAGGREGATED = "disaggregated"
+    LOCAL = "local"
+
+
+class Reason(StrEnum):
+    """Why a placement has its mode."""
+
+    ISL_BOUNDING = "isl_bounding"
+    PREFILL_REMOTE = "prefill_remote"
+    NO_PREFILL_WORKER = "no_prefill_worker"
+    FORCED = "forced"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSettings:
+    """Limits and preferences."""
+
+    mode: ModePolicy = ModePolicy.AUTO
+    # A prompt is computed by the decode worker itself when fewer tokens than this are missing
+    # in its cache (the field's `eff_isl_threshold`) ...
+    local_prefill_max_tokens: int = 32
+    # ... and they are at most this share of the prompt (`eff_isl_ratio_threshold`).
+    local_prefill_max_ratio: float = 1.0
+    # Requests that one worker is charged with at a time.
+    max_num_seqs: int = 32
+    # Output tokens for which blocks are set aside; beyond them the engine preempts.
+    reserved_output_tokens: int = 128
+    weights: CostWeights = field(default_factory=CostWeights)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A worker's part in a placement and what it is charged for it."""
+
+    worker: WorkerView
+    num_cached_tokens: int
+    charge: ActiveLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request runs. `prefill` is None in local mode."""
+
+    mode: PlacementMode
+    reason: Reason
+    decode: Assignment
+    prefill: Assignment | None = None
+
+
+def place(
+    facts: RequestFacts,
+    workers: Sequence[WorkerView],
+    hits: Hits,
+    settings: PlacementSettings,
+    random: Random,
+) -> Decision | None:
+    """Choose workers, or return None when those that could serve have no room now.
+
+    The decode worker comes first, since how much of the prompt it holds decides whether a
+    prefill worker is wanted. Raises when waiting cannot help: nobody is alive, or nobody could
+    ever hold the request.
+    """
+    serving = [worker for worker in workers if worker.model == facts.model]
+    decoders = [candidate(worker, facts, hits) for worker in _decoders(serving, facts)]
+    prefillers = [candidate(worker, facts, hits) for worker in _prefillers(serving, facts)]
+    if settings.mode is ModePolicy.DISAGGREGATED:
+        decoders = [decoder for decoder in decoders if _paired(decoder, prefillers)]
+        if not decoders:
+            raise no_worker(Role.PREFILL, facts.model)
+
+    def cost(decoder: Candidate) -> float:
+        return decode_cost(decoder, facts, settings.weights)
+
+    for decoder in cheapest_first(decoders, cost, random):
+        paired = _paired(decoder, prefillers)
+        mode, reason = _choose_mode(decoder, facts, bool(paired), settings)
+        decode = _assign_decode(decoder, facts, mode, settings)
+        if not _has_room(decode, settings):
+            continue
+        if mode is PlacementMode.LOCAL:
+            return Decision(mode, reason, decode)
+        prefill = _choose_prefill(paired, facts, settings, random)
+        if prefill is not None:
+            return Decision(mode, reason, decode, prefill)
+    return None
+
+
+def _decoders(serving: Sequence[WorkerView], facts: RequestFacts) -> list[WorkerView]:
+    """Those that hold prompt and output; if there are none, those where the output ends early,
+    as the engine ends it when the whole cache is one sequence."""
+    decoders = [worker for worker in serving if worker.role is Role.DECODE]
+    # Before exclusions: whether a request fits does not depend on who failed it.
+    if decoders:
+        _check_fits(decoders, facts)
+    allowed = [worker for worker in decoders if worker.worker_id not in facts.excluded_worker_ids]
+    whole = [w for w in allowed if _fits(w, facts.num_prompt_tokens + facts.max_tokens)]
+    able = whole or [w for w in allowed if _fits(w, facts.num_prompt_tokens + 1)]
+    if not able:
+        raise no_worker(Role.DECODE, facts.model)
+    return able
+
+
+def _prefillers(serving: Sequence[WorkerView], facts: RequestFacts) -> list[WorkerView]:
+    return [
+        worker
+        for worker in serving
+        if worker.role is Role.PREFILL
+        and worker.worker_id not in facts.excluded_worker_ids
+        and _fits(worker, facts.num_prompt_tokens + 1)
+    ]
+
+
+def _fits(worker: WorkerView, num_tokens: int) -> bool:
+    return (
+        num_tokens <= worker.max_model_len
+        and worker.num_blocks_for(num_tokens) <= worker.num_blocks
+    )
+
+
+def _check_fits(decoders: Sequence[WorkerView], facts: RequestFacts) -> None:
+    """Raise if no worker could hold the request even when it is idle."""
+    prompt, num_tokens = facts.num_prompt_tokens, facts.num_prompt_tokens + facts.max_tokens
+    window = max(worker.max_model_len for worker in decoders)
+    if num_tokens > window:
+        raise ContextLengthExceeded(
+            f"{prompt} prompt tokens and {facts.max_tokens} new ones exceed the window of "
+            f"{window} tokens"
+        )
+    if not any(_fits(worker, prompt + 1) for worker in decoders):
+        room = max(min(w.num_blocks * w.block_size, w.max_model_len) for w in decoders)
+        raise InvalidRequest(
+            f"{prompt} prompt tokens and room for a new one exceed the largest KV cache, which "
+            f"holds {room} tokens"
+        )
+
+
+def no_worker(role: Role, model: str) -> WorkerUnavailable:
+    """Nobody of a needed role is alive."""
+    return WorkerUnavailable(
+        f"no {role} worker for model {model!r} is available", retry_after_s=1.0
+    )
+
+
+def _paired(decoder: Candidate, prefillers: Sequence[Candidate]) -> list[Candidate]:
+    """The prefill workers whose blocks the decode worker can import."""
+    fingerprint = decoder.worker.layout_fingerprint
+    return [p for p in prefillers if p.worker.layout_fingerprint == fingerprint]
+
+
+def _choose_mode(
+    decoder: Candidate, facts: RequestFacts, has_prefill: bool, settings: PlacementSettings
+) -> tuple[PlacementMode, Reason]:
+    if settings.mode is ModePolicy.LOCAL:
+        return PlacementMode.LOCAL, Reason.FORCED
+    if settings.mode is ModePolicy.DISAGGREGATED:
+        return PlacementMode.DISAGGREGATED, Reason.FORCED
+    if not has_prefill:
+        return PlacementMode.LOCAL, Reason.NO_PREFILL_WORKER
+    num_missing_tokens = facts.num_prompt_tokens - decoder.num_cached_tokens
+    if (
+        num_missing_tokens < settings.local_prefill_max_tokens
+        and num_missing_tokens <= settings.local_prefill_max_ratio * facts.num_prompt_tokens
+    ):
+        return PlacementMode.LOCAL, Reason.ISL_BOUNDING
+    return PlacementMode.DISAGGREGATED, Reason.PREFILL_REMOTE
+
+
+def _assign_decode(
+    decoder: Candidate, facts: RequestFacts, mode: PlacementMode, settings: PlacementSettings
+) -> Assignment:
+    """Its blocks are charged from the start: a prompt computed for a decode worker that has no
+    room would strand its blocks on the prefill worker."""
+    is_local = mode is PlacementMode.LOCAL
+    num_reserved_tokens = min(facts.max_tokens, settings.reserved_output_tokens)
+    charge = _charge(decoder, facts, num_reserved_tokens, computes_prompt=is_local)
+    return Assignment(decoder.worker, decoder.num_cached_tokens, charge)
+
+
+def _choose_prefill(
+    candidates: Sequence[Candidate],
+    facts: RequestFacts,
+    settings: PlacementSettings,
+    random: Random,
+) -> Assignment | None:
+    least_tokens = min(candidate.worker.prefill_tokens for candidate in candidates)
+
+    def cost(candidate: Candidate) -> float:
+        return prefill_cost(candidate, facts, least_tokens, settings.weights)
+
+    for chosen in cheapest_first(candidates, cost, random):
+        charge = _charge(chosen, facts, num_reserved_tokens=0, computes_prompt=True)
+        assignment = Assignment(chosen.worker, chosen.num_cached_tokens, charge)
+        if _has_room(assignment, settings):
+            return assignment
+    return None
+
+
+def _charge(
+    candidate: Candidate, facts: RequestFacts, num_reserved_tokens: int, *, computes_prompt: bool
+) -> ActiveLoad:
+    num_missing_tokens = facts.num_prompt_tokens - candidate.num_cached_tokens
+    num_blocks = candidate.worker.num_blocks_for(facts.num_prompt_tokens + num_reserved_tokens)
+    return ActiveLoad(
+        num_requests=1,
+        prefill_tokens=num_missing_tokens if computes_prompt else 0,
+        # Blocks in the worker's cache are shared, not taken.
+        blocks=num_blocks - candidate.hit.device_blocks,
+    )
+
+
+def _has_room(assignment: Assignment, settings: PlacementSettings) -> bool:
+    """By charges alone: reports are up to a second old, so a client's next request would wait
+    for a heartbeat that says that its last one has ended."""
+    worker, charge = assignment.worker, assignment.charge
+    if worker.charged.num_requests == 0:
+        return True
+    return (
+        worker.charged.num_requests < settings.max_num_seqs
+        and worker.charged.blocks + charge.blocks <= worker.num_blocks
+    )

@@ -1,0 +1,161 @@
+"""SchedulerService on the wire: translate, hold a place while the call is open."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import grpc
+
+from mesh import metrics
+from mesh.client import remaining_s
+from mesh.errors import DeadlineExceeded, InvalidRequest
+from mesh.registry import RegisteredWorker
+from mesh.telemetry import Span, Stopwatch, span
+from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from scheduler_svc.loads import HeldPlacement
+from scheduler_svc.placement import Assignment, Decision, PlacementMode
+from scheduler_svc.scheduler import AdmitRequest, Scheduler
+from scheduler_svc.workers import RequestFacts
+
+logger = logging.getLogger(__name__)
+
+_ADMIT_TIMEOUT_S = 10.0
+
+_MODES = {
+    PlacementMode.DISAGGREGATED: scheduler_pb2.PLACEMENT_MODE_DISAGGREGATED,
+    PlacementMode.LOCAL: scheduler_pb2.PLACEMENT_MODE_LOCAL,
+}
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    def __init__(self, scheduler: Scheduler, max_queue_wait_s: float) -> None:
+        self._scheduler = scheduler
+        self._max_queue_wait_s = max_queue_wait_s
+
+    async def Place(
+        self,
+        request_iterator: AsyncIterator[scheduler_pb2.PlaceRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[scheduler_pb2.PlaceResponse, None]:
+        admit = _to_admit_request(await _first(request_iterator))
+        stopwatch = Stopwatch()
+        timeout_s = min(remaining_s(context, self._max_queue_wait_s), self._max_queue_wait_s)
+        # The call is the placement: leaving this block, in whichever way, gives it back.
+        async with AsyncExitStack() as stack:
+            with span("scheduler.place", _facts_attributes(admit.facts)) as current:
+                held = await stack.enter_async_context(self._scheduler.hold(admit, timeout_s))
+                _describe(held.decision, current)
+            yield _to_response(held, stopwatch.elapsed_ms)
+            async for message in request_iterator:
+                if message.WhichOneof("event") != "prefill_done":
+                    raise InvalidRequest("after `admit`, only `prefill_done` may be sent")
+                self._scheduler.prefill_done(held)
+
+    async def GetState(
+        self,
+        request: scheduler_pb2.GetStateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> scheduler_pb2.GetStateResponse:
+        return scheduler_pb2.GetStateResponse(
+            num_waiting=self._scheduler.num_waiting,
+            num_placements=self._scheduler.num_placements,
+            workers=[
+                _to_worker_state(worker, self._scheduler.charged(worker).num_requests)
+                for worker in self._scheduler.workers
+            ],
+        )
+
+
+async def _first(
+    messages: AsyncIterator[scheduler_pb2.PlaceRequest],
+) -> scheduler_pb2.PlaceRequest.Admit:
+    try:
+        async with asyncio.timeout(_ADMIT_TIMEOUT_S):
+            async for message in messages:
+                if message.WhichOneof("event") == "admit":
+                    return message.admit
+                break
+    except TimeoutError:
+        raise DeadlineExceeded(f"no `admit` within {_ADMIT_TIMEOUT_S:.0f} s") from None
+    raise InvalidRequest("the first message must be `admit`")
+
+
+def _to_admit_request(admit: scheduler_pb2.PlaceRequest.Admit) -> AdmitRequest:
+    if not admit.prompt_token_ids:
+        raise InvalidRequest("prompt_token_ids is empty", param="prompt_token_ids")
+    if admit.max_tokens == 0:
+        raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+    return AdmitRequest(
+        facts=RequestFacts(
+            model=admit.model,
+            num_prompt_tokens=len(admit.prompt_token_ids),
+            max_tokens=admit.max_tokens,
+            excluded_worker_ids=frozenset(admit.excluded_worker_ids),
+        ),
+        prompt_token_ids=list(admit.prompt_token_ids),
+        cache_salt=admit.cache_salt,
+        priority=admit.priority,
+    )
+
+
+def _facts_attributes(facts: RequestFacts) -> dict[str, int]:
+    return {
+        "pdmesh.num_prompt_tokens": facts.num_prompt_tokens,
+        "pdmesh.num_excluded_workers": len(facts.excluded_worker_ids),
+    }
+
+
+def _describe(decision: Decision, current: Span) -> None:
+    """Say in trace, metrics and log what was decided and why."""
+    description: dict[str, str | int] = {"mode": decision.mode, "reason": decision.reason}
+    for role, part in (("prefill", decision.prefill), ("decode", decision.decode)):
+        if part is not None:
+            description[f"{role}.worker_id"] = part.worker.worker_id
+            description[f"{role}.num_cached_tokens"] = part.num_cached_tokens
+    current.set_attributes({f"pdmesh.placement.{key}": one for key, one in description.items()})
+    metrics.DISAGG_DECISIONS.add(1, {"decision": decision.mode, "reason": decision.reason})
+    logger.debug("placed", extra=description)
+
+
+def _to_response(held: HeldPlacement, queue_ms: float) -> scheduler_pb2.PlaceResponse:
+    decision = held.decision
+    placement = scheduler_pb2.Placement(
+        placement_id=held.placement_id,
+        mode=_MODES[decision.mode],
+        decode=_to_worker_ref(decision.decode),
+        reason=decision.reason,
+        timings=[types_pb2.StageTiming(stage=types_pb2.STAGE_QUEUE, duration_ms=queue_ms)],
+    )
+    if decision.prefill is not None:
+        placement.prefill.CopyFrom(_to_worker_ref(decision.prefill))
+    return scheduler_pb2.PlaceResponse(placement=placement)
+
+
+def _to_worker_ref(part: Assignment) -> scheduler_pb2.WorkerRef:
+    return scheduler_pb2.WorkerRef(
+        worker_id=part.worker.worker_id,
+        address=part.worker.address,
+        num_cached_tokens=part.num_cached_tokens,
+    )
+
+
+def _to_worker_state(worker: RegisteredWorker, num_placements: int) -> scheduler_pb2.WorkerState:
+    record, load = worker.record, worker.load
+    return scheduler_pb2.WorkerState(
+        worker_id=record.worker_id,
+        role=record.role,
+        address=record.address,
+        incarnation=record.incarnation,
+        load=types_pb2.EngineLoad(
+            num_blocks=load.num_blocks,
+            num_free_blocks=load.num_free_blocks,
+            num_leases=load.num_leases,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_waiting_tokens=load.num_waiting_tokens,
+            num_steps=load.num_steps,
+        ),
+        num_placements=num_placements,
+    )

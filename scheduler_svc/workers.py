@@ -1,0 +1,111 @@
+"""What placement knows of a request, of the workers, and of the work that they have."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a worker does for others. A decode worker can compute prompts too."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """All that placement knows of a request. Its tokens' values are not needed."""
+
+    model: str
+    num_prompt_tokens: int
+    max_tokens: int
+    excluded_worker_ids: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveLoad:
+    """Work that a worker has not finished."""
+
+    num_requests: int = 0
+    # Prompt tokens that are not computed yet.
+    prefill_tokens: int = 0
+    # KV blocks in use or promised.
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Leading blocks of a prompt that a worker can reach, each counted in its warmest tier."""
+
+    device_blocks: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.device_blocks + self.host_blocks + self.disk_blocks
+
+    def bounded(self, num_blocks: int) -> "PrefixHit":
+        """The part within the first `num_blocks`; the warmest tiers hold the first blocks."""
+        if self.num_blocks <= num_blocks:
+            return self
+        device = min(self.device_blocks, num_blocks)
+        host = min(self.host_blocks, num_blocks - device)
+        return PrefixHit(device, host, min(self.disk_blocks, num_blocks - device - host))
+
+
+# By the holder id of a worker.
+Hits = Mapping[str, PrefixHit]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One live worker: what it is, what it reports, and what this scheduler charged to it."""
+
+    worker_id: str
+    # A new process is a new incarnation, and so a new holder of blocks and charges.
+    holder_id: str
+    role: Role
+    address: str
+    model: str
+    layout_fingerprint: str
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    reported: ActiveLoad = ActiveLoad()
+    charged: ActiveLoad = ActiveLoad()
+
+    # A heartbeat lags behind our own charges, and our charges miss what other schedulers
+    # placed: the larger of the two is nearer to the truth than either.
+    @property
+    def prefill_tokens(self) -> int:
+        return max(self.reported.prefill_tokens, self.charged.prefill_tokens)
+
+    @property
+    def active_blocks(self) -> int:
+        return max(self.reported.blocks, self.charged.blocks)
+
+    @property
+    def num_requests(self) -> int:
+        return max(self.reported.num_requests, self.charged.num_requests)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker and what it already has of the request's prompt."""
+
+    worker: WorkerView
+    hit: PrefixHit
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.hit.num_blocks * self.worker.block_size
+
+
+def candidate(worker: WorkerView, facts: RequestFacts, hits: Hits) -> Candidate:
+    """The last prompt token is always computed, so a hit never covers the whole prompt."""
+    hit = hits.get(worker.holder_id, PrefixHit())
+    return Candidate(worker, hit.bounded((facts.num_prompt_tokens - 1) // worker.block_size))

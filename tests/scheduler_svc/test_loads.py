@@ -1,0 +1,76 @@
+"""Charges: counted at once, moved at the first token, given back once."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from scheduler_svc.loads import HeldPlacement, LoadLedger
+from scheduler_svc.placement import Decision, PlacementSettings, place
+from scheduler_svc.workers import ActiveLoad, RequestFacts, Role, WorkerView
+
+DECODE = WorkerView("d0", "d0@1", Role.DECODE, "d0:1", "smol", "f1", 16, 100, 1024)
+PREFILL = replace(DECODE, worker_id="p0", holder_id="p0@1", role=Role.PREFILL)
+
+
+def make_decision(*workers: WorkerView) -> Decision:
+    decision = place(RequestFacts("smol", 160, 16), workers, {}, PlacementSettings(), Random(0))
+    assert decision is not None
+    return decision
+
+
+def test_disaggregated_placement_charges_both_workers() -> None:
+    ledger = LoadLedger()
+
+    HeldPlacement(make_decision(PREFILL, DECODE), ledger)
+
+    assert ledger.charged("p0@1") == ActiveLoad(1, 160, 10)
+    assert ledger.charged("d0@1") == ActiveLoad(1, 0, 11)
+
+
+def test_first_token_frees_the_prefill_worker() -> None:
+    ledger = LoadLedger()
+    held = HeldPlacement(make_decision(PREFILL, DECODE), ledger)
+
+    held.prefill_done()
+    held.prefill_done()
+
+    assert ledger.charged("p0@1") == ActiveLoad()
+    assert ledger.charged("d0@1") == ActiveLoad(1, 0, 11)
+
+
+def test_first_token_of_a_local_placement_ends_its_prompt_load() -> None:
+    ledger = LoadLedger()
+    held = HeldPlacement(make_decision(DECODE), ledger)
+    assert ledger.charged("d0@1") == ActiveLoad(1, 160, 11)
+
+    held.prefill_done()
+
+    assert ledger.charged("d0@1") == ActiveLoad(1, 0, 11)
+
+
+@pytest.mark.parametrize("has_first_token", [False, True])
+def test_release_gives_everything_back_once(has_first_token: bool) -> None:
+    ledger = LoadLedger()
+    other = HeldPlacement(make_decision(PREFILL, DECODE), ledger)
+    held = HeldPlacement(make_decision(PREFILL, DECODE), ledger)
+    if has_first_token:
+        held.prefill_done()
+
+    held.release()
+    held.release()
+    held.prefill_done()
+
+    assert ledger.charged("p0@1") == ActiveLoad(1, 160, 10)
+    other.release()
+    assert ledger.is_empty
+
+
+def test_first_token_after_release_charges_nothing() -> None:
+    ledger = LoadLedger()
+    held = HeldPlacement(make_decision(DECODE), ledger)
+    held.release()
+
+    held.prefill_done()
+
+    assert ledger.is_empty
