@@ -1,0 +1,23 @@
+"""`python -m kv_transfer_svc`: the transfer agent as a process."""
+
+import asyncio
+
+from kv_transfer_svc.app import run
+from kv_transfer_svc.config import KvTransferConfig
+from mesh import telemetry
+from mesh.config import load
+
+
+def main() -> None:
+    config = load(KvTransferConfig)
+    telemetry.setup(
+        config.service,
+        log_level=config.log_level,
+        otlp_endpoint=config.otlp_endpoint,
+        worker_id=config.worker_id,
+    )
+    asyncio.run(run(config))
+
+
+if __name__ == "__main__":
+    main()

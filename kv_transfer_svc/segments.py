@@ -1,0 +1,175 @@
+"""Engines' shared-memory segments: mapped while attached, and for as long as a copy uses them."""
+
+import logging
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh.errors import InvalidRequest, KvTransferFailed
+
+logger = logging.getLogger(__name__)
+
+# Linux 5.14; absent from the mmap module of Python 3.11.
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpec:
+    """What an engine says of its segment. Blocks lie one after another from the file's start."""
+
+    engine_id: str
+    path: str
+    block_bytes: int
+    num_blocks: int
+    layout_fingerprint: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.block_bytes * self.num_blocks
+
+
+class Segment:
+    """One mapped segment. It is unmapped with the last of its users."""
+
+    def __init__(self, spec: SegmentSpec) -> None:
+        """Raises InvalidRequest if the file is missing or smaller than announced."""
+        self.spec = spec
+        self._file = _open(spec)
+        try:
+            self._map = mmap.mmap(self._file, spec.num_bytes)
+        except BaseException:
+            os.close(self._file)
+            raise
+        blocks = np.frombuffer(self._map, dtype=np.uint8)
+        self._blocks: NDArray[np.uint8] | None = blocks.reshape(spec.num_blocks, spec.block_bytes)
+        self._is_resident = np.zeros(spec.num_blocks, dtype=np.bool_)
+        self._num_users = 1
+
+    @property
+    def blocks(self) -> NDArray[np.uint8]:
+        """`[num_blocks, block_bytes]`, over the shared memory itself. Keep no view of it beyond
+        the use of the segment: the mapping could not be closed."""
+        assert self._blocks is not None, "segment is unmapped"
+        return self._blocks
+
+    @property
+    def is_mapped(self) -> bool:
+        return self._blocks is not None
+
+    def acquire(self) -> None:
+        assert self._num_users > 0, "segment is unmapped"
+        self._num_users += 1
+
+    def release(self) -> None:
+        self._num_users -= 1
+        if self._num_users == 0:
+            # The view goes before the mapping that it points into.
+            self._blocks = None
+            try:
+                self._map.close()
+            except BufferError:
+                # The error of a failed copy still refers to a view; the mapping goes with it.
+                logger.debug("mapping is closed later", extra={"engine_id": self.spec.engine_id})
+            os.close(self._file)
+
+    def check_size(self) -> None:
+        """A file that was cut short since it was mapped would end this process by SIGBUS."""
+        if os.fstat(self._file).st_size < self.spec.num_bytes:
+            raise KvTransferFailed(f"the segment of engine {self.spec.engine_id!r} was truncated")
+
+    def make_resident(self, first_block: int, num_blocks: int, *, for_writing: bool) -> None:
+        """Map the pages of a run at once, the first time that it is used.
+
+        Left to page faults, a first copy runs at a third of the speed; mapping everything when
+        the engine attaches would count the whole segment as this process's memory.
+        """
+        run = slice(first_block, first_block + num_blocks)
+        if self._is_resident[run].all():
+            return
+        start = first_block * self.spec.block_bytes
+        end = start + num_blocks * self.spec.block_bytes
+        start -= start % mmap.PAGESIZE
+        advice = _MADV_POPULATE_WRITE if for_writing else _MADV_POPULATE_READ
+        try:
+            self._map.madvise(advice, start, end - start)
+        except OSError:
+            # An older kernel: the copy takes the faults.
+            logger.debug("cannot populate pages", exc_info=True)
+        self._is_resident[run] = True
+
+
+class SegmentTable:
+    """The segments attached now, by engine id."""
+
+    def __init__(self) -> None:
+        self._segments: dict[str, Segment] = {}
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @contextmanager
+    def attached(self, spec: SegmentSpec) -> Iterator[Segment]:
+        """Keep a segment known for the block.
+
+        An engine that attaches again takes the place of its earlier call, which may not have
+        been noticed to be broken yet.
+        """
+        segment = Segment(spec)
+        self._segments[spec.engine_id] = segment
+        try:
+            yield segment
+        finally:
+            if self._segments.get(spec.engine_id) is segment:
+                del self._segments[spec.engine_id]
+            segment.release()
+
+    @contextmanager
+    def in_use(self, *engine_ids: str) -> Iterator[tuple[Segment, ...]]:
+        """The engines' segments, which stay mapped for the block, attached or not.
+
+        Raises KvTransferFailed if one is not attached.
+        """
+        segments = tuple(self._get(engine_id) for engine_id in engine_ids)
+        with ExitStack() as users:
+            for segment in segments:
+                segment.acquire()
+                users.callback(segment.release)
+            yield segments
+
+    def _get(self, engine_id: str) -> Segment:
+        segment = self._segments.get(engine_id)
+        if segment is None:
+            raise KvTransferFailed(f"engine {engine_id!r} is not attached here")
+        return segment
+
+
+def _open(spec: SegmentSpec) -> int:
+    """A descriptor of the segment's file, after checks."""
+    if not spec.engine_id:
+        raise InvalidRequest("engine_id is empty", param="engine_id")
+    if spec.block_bytes == 0 or spec.num_blocks == 0:
+        raise InvalidRequest("a segment has at least one block of at least one byte")
+    try:
+        file = os.open(spec.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"cannot open segment {spec.path!r}: {error}", param="path") from error
+    status = os.fstat(file)
+    problem = None
+    if not stat.S_ISREG(status.st_mode):
+        problem = "is not a file"
+    elif status.st_size < spec.num_bytes:
+        problem = (
+            f"has {status.st_size} bytes, fewer than {spec.num_blocks} blocks of "
+            f"{spec.block_bytes} bytes"
+        )
+    if problem is not None:
+        os.close(file)
+        raise InvalidRequest(f"segment {spec.path!r} {problem}", param="path")
+    return file

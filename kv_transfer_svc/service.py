@@ -1,0 +1,86 @@
+"""KvTransferService on the wire: a segment is attached for as long as its call is open."""
+
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+
+from kv_transfer_svc.agent import Pull, TransferAgent
+from kv_transfer_svc.segments import SegmentSpec
+from mesh.errors import WorkerUnavailable
+from mesh.telemetry import span
+from mesh.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, types_pb2
+
+logger = logging.getLogger(__name__)
+
+
+class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
+    def __init__(self, agent: TransferAgent) -> None:
+        self._agent = agent
+
+    async def AttachSegment(
+        self,
+        request: kv_transfer_pb2.AttachSegmentRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[kv_transfer_pb2.AttachSegmentResponse, None]:
+        spec = SegmentSpec(
+            request.engine_id,
+            request.path,
+            request.block_bytes,
+            request.num_blocks,
+            request.layout_fingerprint,
+        )
+        extra = {"engine_id": spec.engine_id, "num_blocks": spec.num_blocks}
+        with self._agent.segments.attached(spec):
+            logger.info("segment attached", extra=extra)
+            try:
+                yield kv_transfer_pb2.AttachSegmentResponse()
+                # The engine keeps the call open: its hanging up cancels this wait.
+                await self._agent.draining.wait()
+                raise WorkerUnavailable("the transfer agent is draining")
+            finally:
+                logger.info("segment detached", extra=extra)
+
+    async def Pull(
+        self,
+        request: kv_transfer_pb2.PullRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> kv_transfer_pb2.PullResponse:
+        pull = Pull(
+            request.source_engine_id,
+            list(request.source_block_ids),
+            request.destination_engine_id,
+            list(request.destination_block_ids),
+        )
+        with span("kv.pull", {"pdmesh.kv.num_blocks": len(pull.source_block_ids)}) as current:
+            moved = await self._agent.pull(pull)
+            current.set_attributes(
+                {
+                    "pdmesh.kv.bytes": moved.num_bytes,
+                    "pdmesh.kv.num_runs": moved.num_runs,
+                    "pdmesh.kv.gb_per_s": moved.gb_per_s,
+                }
+            )
+        return kv_transfer_pb2.PullResponse(
+            payload_bytes=moved.num_bytes,
+            timings=[
+                types_pb2.StageTiming(
+                    stage=types_pb2.STAGE_KV_TRANSFER, duration_ms=moved.copy_s * 1000
+                )
+            ],
+        )
+
+    async def GetStats(
+        self,
+        request: kv_transfer_pb2.GetStatsRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> kv_transfer_pb2.GetStatsResponse:
+        stats = self._agent.stats
+        return kv_transfer_pb2.GetStatsResponse(
+            num_segments=len(self._agent.segments),
+            num_active_pulls=stats.num_active_pulls,
+            num_pulls=stats.num_pulls,
+            payload_bytes=stats.num_bytes,
+            copy_seconds=stats.copy_s,
+        )
