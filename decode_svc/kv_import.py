@@ -69,6 +69,15 @@ class KvImporter:
         self._block_size = block_size
         self._tasks: set[asyncio.Task[None]] = set()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Give up what still runs: no request does any more."""
+        for task in self._tasks:
+            task.cancel()
+        await self.wait_until_idle()
+
     def objection(self, handle: types_pb2.KvHandle, num_tokens: int) -> Fallback | None:
         """Why `handle` cannot stand for the KV of `num_tokens` tokens here, if it cannot."""
         if handle.layout_fingerprint != self._layout_fingerprint:
@@ -91,12 +100,6 @@ class KvImporter:
     async def wait_until_idle(self) -> None:
         while self._tasks:
             await asyncio.wait(self._tasks)
-
-    async def close(self) -> None:
-        """Give up what still runs; the engine must not run any more."""
-        for task in self._tasks:
-            task.cancel()
-        await self.wait_until_idle()
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

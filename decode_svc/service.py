@@ -2,18 +2,21 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 
+from decode_svc.config import DecodeConfig
 from decode_svc.generation import Generator, Transfer
+from decode_svc.kv_import import KvImporter, KvImportLimits
 from engine.request import Request, TokenOutput
 from mesh import metrics
 from mesh.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from worker import translate
 from worker.engine_port import EnginePort
+from worker.host import Quiescence, Service, Worker
 from worker.spans import run_span
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -94,3 +97,28 @@ def _attributes(request: Request, last: TokenOutput, transfer: Transfer) -> dict
         "pdmesh.cached_tokens": last.num_cached_tokens,
         "pdmesh.kv_transfer.bytes": transfer.payload_bytes,
     }
+
+
+def decode_service(config: DecodeConfig) -> Service:
+    """Decode on a worker; it is quiescent when nothing may write to its blocks any more."""
+
+    @asynccontextmanager
+    async def serving(worker: Worker) -> AsyncIterator[Quiescence]:
+        importer = KvImporter(
+            worker.engine,
+            worker.channels,
+            engine_id=worker.loaded.engine_id,
+            layout_fingerprint=worker.loaded.layout_fingerprint,
+            block_size=config.block_size,
+            limits=KvImportLimits(config.kv_pull_timeout_s, config.kv_release_timeout_s),
+        )
+        generator = Generator(worker.engine, worker.streams, importer)
+        worker.server.add(
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server,
+            DecodeServicer(config.model, worker.engine, generator),
+            "mesh.v1.DecodeService",
+        )
+        async with importer:
+            yield importer.wait_until_idle
+
+    return serving

@@ -5,6 +5,7 @@ import heapq
 import logging
 import time
 from collections.abc import Callable
+from typing import Self
 
 from mesh.errors import KvLeaseExpired
 
@@ -14,7 +15,8 @@ logger = logging.getLogger(__name__)
 class LeaseTable:
     """Live leases; calls `release_hold` exactly once for each, at release or at expiry.
 
-    A lease is over when its time is over, whether or not the reaper has noticed.
+    Inside its block leases end by themselves. A lease is over when its time is, whether
+    or not anybody has noticed yet.
     """
 
     def __init__(
@@ -36,6 +38,14 @@ class LeaseTable:
         self._granted = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
+
+    async def __aenter__(self) -> Self:
+        self._reaper = asyncio.create_task(self._reap_for_ever())
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._reaper.cancel()
+        await asyncio.wait({self._reaper})
 
     def __len__(self) -> int:
         return len(self._expires_at)
@@ -79,8 +89,11 @@ class LeaseTable:
             self._end(handle_id)
             logger.warning("a lease expired", extra={"handle_id": handle_id})
 
-    async def reap(self) -> None:
-        """Expire leases as their time comes, until cancelled."""
+    async def wait_until_empty(self) -> None:
+        """For a drain: until nobody may read held blocks any more."""
+        await self._empty.wait()
+
+    async def _reap_for_ever(self) -> None:
         while True:
             self._granted.clear()
             self.expire()
@@ -90,10 +103,6 @@ class LeaseTable:
                     await self._granted.wait()
             except TimeoutError:
                 continue
-
-    async def wait_until_empty(self) -> None:
-        """For a drain: until nobody may read held blocks any more."""
-        await self._empty.wait()
 
     def _end(self, handle_id: str) -> None:
         del self._expires_at[handle_id]

@@ -3,7 +3,8 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +14,11 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from engine.request import PrefillProgress, Request, TokenOutput
 from mesh import metrics
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
+from prefill_svc.config import PrefillConfig
 from prefill_svc.leases import LeaseTable
 from worker import translate
 from worker.engine_port import EnginePort, run_request
+from worker.host import Quiescence, Service, Worker
 from worker.spans import run_span
 from worker.streams import ActiveStreams
 
@@ -27,7 +30,8 @@ class Holder:
     """What this worker's handles say about it."""
 
     engine_id: str
-    address: str
+    # Known once the server listens.
+    address: Callable[[], str]
     transfer_address: str
     layout_fingerprint: str
 
@@ -132,7 +136,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             block_ids=first.held_block_ids,
             num_tokens=first.num_held_tokens,
             lease_expires_at=_after(lease_s),
-            holder_address=self._holder.address,
+            holder_address=self._holder.address(),
             transfer_address=self._holder.transfer_address,
             layout_fingerprint=self._holder.layout_fingerprint,
         )
@@ -160,3 +164,26 @@ def _after(delay_s: float) -> Timestamp:
     timestamp = Timestamp()
     timestamp.FromNanoseconds(time.time_ns() + int(delay_s * 1e9))
     return timestamp
+
+
+def prefill_service(config: PrefillConfig) -> Service:
+    """Prefill on a worker; it is quiescent when nobody may read its blocks any more."""
+
+    @asynccontextmanager
+    async def serving(worker: Worker) -> AsyncIterator[Quiescence]:
+        holder = Holder(
+            engine_id=worker.loaded.engine_id,
+            address=lambda: worker.address,
+            transfer_address=config.kv_transfer_address,
+            layout_fingerprint=worker.loaded.layout_fingerprint,
+        )
+        async with LeaseTable(worker.engine.release_hold, lease_s=config.lease_s) as leases:
+            servicer = PrefillServicer(config.model, worker.engine, worker.streams, leases, holder)
+            worker.server.add(
+                prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
+                servicer,
+                "mesh.v1.PrefillService",
+            )
+            yield leases.wait_until_empty
+
+    return serving

@@ -2,9 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from engine.config import MIB, EngineConfig
 from mesh.config import Address, ServiceConfig
@@ -17,6 +17,9 @@ class WorkerConfig(ServiceConfig):
     model_path: Path = Field(description="folder with the model's safetensors and config.json")
     kv_transfer_address: Address = Field(
         "127.0.0.1:50060", description="this machine's KV transfer agent"
+    )
+    advertise_host: str | None = Field(
+        None, description="host under which others reach this worker; by default the listen host"
     )
     device: str = Field("cpu", description="where the model runs, as torch names it")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -54,6 +57,13 @@ class WorkerConfig(ServiceConfig):
     stall_timeout_s: float = Field(
         60.0, gt=0, description="unhealthy after so long with requests but no finished step"
     )
+
+    @model_validator(mode="after")
+    def _can_be_reached(self) -> Self:
+        host = self.listen.rpartition(":")[0]
+        if host in ("0.0.0.0", "[::]") and self.advertise_host is None:
+            raise ValueError(f"listening on {host} needs advertise_host: others cannot call {host}")
+        return self
 
     def segment_path(self, incarnation: str) -> Path:
         return self.segment_dir / f"{self.segment_prefix}{self.worker_id}-{incarnation}"

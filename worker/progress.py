@@ -1,60 +1,52 @@
-"""Forward progress as health: a worker whose engine is stuck says so."""
+"""Forward progress as health: a worker whose engine is stuck or gone says so."""
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from typing import Self
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What the engine has to do, and how many steps it has finished."""
-
-    has_work: bool
-    num_steps: int
-
-
 class ProgressMonitor:
-    """Calls `on_change` with False when there is work but no step for `timeout_s`, and back."""
+    """Calls `on_change` with False when a step takes longer than `timeout_s`, and back.
+
+    It looks once a second, or ten times in `timeout_s` if that is more often.
+    """
 
     def __init__(
         self,
-        observe: Callable[[], Progress],
-        on_change: Callable[[bool], None],
+        step_age_s: Callable[[], float],
+        on_change: Callable[[bool], Awaitable[None]],
         *,
         timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._observe = observe
+        self._step_age_s = step_age_s
         self._on_change = on_change
         self._timeout_s = timeout_s
-        self._clock = clock
-        self._num_steps = -1
-        self._last_progress = clock()
-        self.is_making_progress = True
+        self._makes_progress = True
 
-    def check(self) -> None:
-        progress = self._observe()
-        now = self._clock()
-        if not progress.has_work or progress.num_steps != self._num_steps:
-            self._num_steps = progress.num_steps
-            self._last_progress = now
-        is_making_progress = now - self._last_progress < self._timeout_s
-        if is_making_progress != self.is_making_progress:
-            self.is_making_progress = is_making_progress
-            level = logging.INFO if is_making_progress else logging.ERROR
-            logger.log(
-                level,
-                "the engine makes progress again" if is_making_progress else "the engine is stuck",
-                extra={"num_steps": progress.num_steps},
-            )
-            self._on_change(is_making_progress)
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._check_for_ever())
+        return self
 
-    async def run(self) -> None:
-        """Check often enough to be at most a tenth of the timeout late, until cancelled."""
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def check(self) -> None:
+        age_s = self._step_age_s()
+        makes_progress = age_s < self._timeout_s
+        if makes_progress == self._makes_progress:
+            return
+        self._makes_progress = makes_progress
+        if makes_progress:
+            logger.info("the engine makes progress again")
+        else:
+            logger.error("the engine is stuck", extra={"step_age_s": round(age_s, 3)})
+        await self._on_change(makes_progress)
+
+    async def _check_for_ever(self) -> None:
         while True:
-            self.check()
-            await asyncio.sleep(self._timeout_s / 10)
+            await self.check()
+            await asyncio.sleep(min(1.0, self._timeout_s / 10))

@@ -1,0 +1,48 @@
+"""From settings to an engine whose blocks other engines can recognise."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.engine import Engine, build_engine
+from mesh.block_keys import BlockKeys, layout_fingerprint
+from mesh.v1 import kv_transfer_pb2
+from worker.config import WorkerConfig
+from worker.model_revision import model_revision
+
+
+@dataclass(frozen=True)
+class LoadedEngine:
+    """An engine and what the mesh has to know about it."""
+
+    engine: Engine
+    engine_id: str
+    layout_fingerprint: str
+    # None: its KV cache is not in shared memory.
+    segment: kv_transfer_pb2.AttachSegmentRequest | None
+
+
+def load_engine(config: WorkerConfig, incarnation: str) -> LoadedEngine:
+    """Takes as long as reading the model does; blocks meanwhile."""
+    fingerprint = ""
+
+    def make_hasher(layout: Mapping[str, str | int]) -> BlockKeys:
+        nonlocal fingerprint
+        fingerprint = layout_fingerprint({**layout, "model": model_revision(config.model_path)})
+        return BlockKeys(fingerprint)
+
+    engine_config = config.engine_config(incarnation)
+    engine = build_engine(engine_config, make_hasher)
+    engine_id = f"{config.worker_id}@{incarnation}"
+    segment = None
+    if engine_config.segment_path is not None:
+        num_blocks = engine.load().num_blocks
+        num_bytes = Path(engine_config.segment_path).stat().st_size
+        segment = kv_transfer_pb2.AttachSegmentRequest(
+            engine_id=engine_id,
+            path=engine_config.segment_path,
+            block_bytes=num_bytes // num_blocks,
+            num_blocks=num_blocks,
+            layout_fingerprint=fingerprint,
+        )
+    return LoadedEngine(engine, engine_id, fingerprint, segment)

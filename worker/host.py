@@ -1,0 +1,164 @@
+"""A worker process: an engine, its place in the mesh, and one service on top."""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.loop import EngineLoop
+from mesh.client import Channels
+from mesh.registry import (
+    BlockIndex,
+    Heartbeat,
+    WorkerLoad,
+    WorkerRecord,
+    WorkerRegistry,
+    connect_redis,
+    new_incarnation,
+)
+from mesh.server import MeshServer, serve
+from worker.block_publisher import BlockPublisher
+from worker.config import WorkerConfig
+from worker.engine_loading import LoadedEngine, load_engine
+from worker.progress import ProgressMonitor
+from worker.segment_attachment import SegmentAttachment
+from worker.streams import ActiveStreams
+
+logger = logging.getLogger(__name__)
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a service is built from."""
+
+    engine: EngineLoop
+    loaded: LoadedEngine
+    channels: Channels
+    streams: ActiveStreams
+    server: MeshServer
+    config: WorkerConfig
+
+    @property
+    def address(self) -> str:
+        """Where others reach this worker; known once its server listens."""
+        host, _, port = self.server.address.rpartition(":")
+        return f"{self.config.advertise_host or host}:{port}"
+
+
+# What a drain waits for when no stream is running any more.
+Quiescence = Callable[[], Awaitable[None]]
+
+# Adds a servicer to the worker's server and keeps what belongs to it while its block lasts.
+Service = Callable[[Worker], AbstractAsyncContextManager[Quiescence]]
+
+
+async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None:
+    """Serve until told to stop; what was made last goes first."""
+    os.nice(config.os_priority)
+    incarnation = new_incarnation()
+    async with AsyncExitStack() as stack:
+        redis = connect_redis(config.redis_url)
+        stack.push_async_callback(redis.aclose)
+        channels = await stack.enter_async_context(Channels())
+        publisher = await stack.enter_async_context(
+            BlockPublisher(BlockIndex(redis), config.model, config.worker_id, incarnation)
+        )
+        loaded = await asyncio.to_thread(load_engine, config, incarnation)
+        engine = EngineLoop(loaded.engine, publisher.offer)
+        engine.start()
+        stack.push_async_callback(engine.stop)
+        server = MeshServer(config.listen)
+        worker = Worker(engine, loaded, channels, ActiveStreams(), server, config)
+        if loaded.segment is not None:
+            agent = channels.get(config.kv_transfer_address)
+            await stack.enter_async_context(SegmentAttachment(agent, loaded.segment))
+        wait_until_quiescent = await stack.enter_async_context(service(worker))
+        membership = _Membership(worker, role, incarnation, WorkerRegistry(redis))
+        stack.push_async_callback(membership.leave)
+
+        async def drain() -> None:
+            worker.streams.refuse_new()
+            await membership.leave()
+            try:
+                await worker.streams.wait_until_idle()
+                await wait_until_quiescent()
+            finally:
+                # Out of time: whoever still waits for tokens gets them elsewhere.
+                worker.streams.cut()
+
+        await serve(
+            server,
+            drain=drain,
+            drain_timeout_s=config.drain_timeout_s,
+            on_started=membership.join,
+            parent_pid=config.parent_pid,
+        )
+        if not engine.is_running:
+            raise SystemExit(1)
+
+
+class _Membership:
+    """A worker's record in the registry, and its health, while it may get requests."""
+
+    def __init__(
+        self, worker: Worker, role: Role, incarnation: str, registry: WorkerRegistry
+    ) -> None:
+        self._worker = worker
+        self._role = role
+        self._incarnation = incarnation
+        self._registry = registry
+        self._stack = AsyncExitStack()
+
+    async def join(self, _: str) -> None:
+        monitor = ProgressMonitor(
+            lambda: self._worker.engine.last_step_age_s,
+            self._set_health,
+            timeout_s=self._worker.config.stall_timeout_s,
+        )
+        await self._stack.enter_async_context(monitor)
+        await self._stack.enter_async_context(Heartbeat(self._registry, self._record(), self._load))
+
+    async def leave(self) -> None:
+        await self._stack.aclose()
+
+    async def _set_health(self, makes_progress: bool) -> None:
+        await self._worker.server.set_serving(makes_progress)
+        if not self._worker.engine.is_running:
+            # Nothing brings a crashed engine back but a new process.
+            logger.error("the engine is gone, stopping")
+            signal.raise_signal(signal.SIGTERM)
+
+    def _record(self) -> WorkerRecord:
+        config, loaded = self._worker.config, self._worker.loaded
+        return WorkerRecord(
+            worker_id=config.worker_id,
+            incarnation=self._incarnation,
+            role=self._role,
+            address=self._worker.address,
+            model=config.model,
+            engine_id=loaded.engine_id,
+            transfer_address=config.kv_transfer_address,
+            layout_fingerprint=loaded.layout_fingerprint,
+            block_size=config.block_size,
+            num_blocks=self._worker.engine.load().num_blocks,
+            max_model_len=loaded.engine.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    def _load(self) -> WorkerLoad:
+        stats = self._worker.engine.load()
+        return WorkerLoad(
+            num_blocks=stats.num_blocks,
+            num_free_blocks=stats.num_free_blocks,
+            num_leases=stats.num_leases,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            num_waiting_tokens=stats.num_waiting_tokens,
+            num_steps=stats.num_steps,
+        )
