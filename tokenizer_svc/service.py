@@ -1,0 +1,166 @@
+"""TokenizerService over gRPC: translate, delegate, translate back."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import grpc
+
+from mesh.errors import InvalidRequest, MessageTooLarge, ModelNotFound
+from mesh.telemetry import Stopwatch, span
+from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
+from tokenizer_svc.chat_template import ChatPrompt
+from tokenizer_svc.detokenize_call import DetokenizeCall, DetokenizeLimits
+from tokenizer_svc.encoder import Encoder, TextPrompt
+from tokenizer_svc.models import TokenizerModel
+from tokenizer_svc.quiescence import Quiescence
+from tokenizer_svc.vocabulary import UnknownToken, Vocabulary
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """Serves the tokenizers of some models; holds no state outside its calls."""
+
+    def __init__(
+        self,
+        models: Sequence[TokenizerModel],
+        encoder: Encoder,
+        *,
+        detokenize_limits: DetokenizeLimits,
+        max_bad_words: int,
+        max_message_bytes: int,
+    ) -> None:
+        self._models: Mapping[str, TokenizerModel] = {model.name: model for model in models}
+        self._encoder = encoder
+        self._detokenize_limits = detokenize_limits
+        self._max_bad_words = max_bad_words
+        self._max_message_bytes = max_message_bytes
+        self._quiescence = Quiescence()
+
+    async def drain(self) -> None:
+        """Return once no prompt is being encoded and no sequence is open."""
+        await self._quiescence.wait()
+
+    async def ListModels(
+        self, request: tokenizer_pb2.ListModelsRequest, context: _Context
+    ) -> tokenizer_pb2.ListModelsResponse:
+        return tokenizer_pb2.ListModelsResponse(models=map(_model_info, self._models.values()))
+
+    async def Encode(
+        self, request: tokenizer_pb2.EncodeRequest, context: _Context
+    ) -> tokenizer_pb2.EncodeResponse:
+        stopwatch = Stopwatch()
+        with span("tokenizer.encode", {"gen_ai.request.model": request.model}) as encode_span:
+            model = self._model(request.model)
+            if len(request.bad_words) > self._max_bad_words:
+                raise InvalidRequest(
+                    f"at most {self._max_bad_words} bad words are allowed", param="bad_words"
+                )
+            with self._quiescence.busy():
+                encoded = await self._encoder.encode(
+                    model,
+                    _to_prompt(request),
+                    request.bad_words,
+                    request.max_prompt_tokens or model.max_model_len,
+                )
+            encode_span.set_attribute("gen_ai.usage.input_tokens", len(encoded.token_ids))
+        response = tokenizer_pb2.EncodeResponse(
+            token_ids=encoded.token_ids,
+            bad_words=[types_pb2.TokenSequence(token_ids=ids) for ids in encoded.bad_words],
+            timings=[
+                types_pb2.StageTiming(
+                    stage=types_pb2.STAGE_TOKENIZE, duration_ms=stopwatch.elapsed_ms
+                )
+            ],
+        )
+        self._check_size(response)
+        return response
+
+    async def Decode(
+        self, request: tokenizer_pb2.TokenizerServiceDecodeRequest, context: _Context
+    ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
+        vocabulary = self._model(request.model).vocabulary
+        try:
+            with self._quiescence.busy():
+                response = await self._encoder.run(lambda: _decode(vocabulary, request))
+        except UnknownToken as error:
+            raise InvalidRequest(str(error), param="token_ids") from error
+        self._check_size(response)
+        return response
+
+    async def Detokenize(
+        self,
+        request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest],
+        context: _Context,
+    ) -> AsyncGenerator[tokenizer_pb2.DetokenizeResponse, None]:
+        call = DetokenizeCall(self._models, self._detokenize_limits, self._quiescence)
+        try:
+            # The next request is read once the answer is written: a caller that does
+            # not read is not read from, and nothing piles up here.
+            async for request in request_iterator:
+                response = call.handle(request)
+                if response is not None:
+                    yield response
+        finally:
+            call.close()
+
+    def _model(self, name: str) -> TokenizerModel:
+        model = self._models.get(name)
+        if model is None:
+            raise ModelNotFound(f"the model {name!r} does not exist", param="model")
+        return model
+
+    def _check_size(
+        self,
+        response: tokenizer_pb2.EncodeResponse | tokenizer_pb2.TokenizerServiceDecodeResponse,
+    ) -> None:
+        size = response.ByteSize()
+        if size > self._max_message_bytes:
+            raise MessageTooLarge(
+                f"the answer has {size} bytes, more than the {self._max_message_bytes} of a"
+                " message: ask for less at once"
+            )
+
+
+def _model_info(model: TokenizerModel) -> tokenizer_pb2.ModelInfo:
+    return tokenizer_pb2.ModelInfo(
+        name=model.name,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocabulary.size,
+        eos_token_ids=model.eos_token_ids,
+        tokenizer_sha256=model.tokenizer_sha256,
+        has_chat_template=model.renderer is not None,
+        default_sampling_params=types_pb2.SamplingParams(**asdict(model.sampling_defaults)),
+        created_at_s=model.created_at_s,
+    )
+
+
+def _to_prompt(request: tokenizer_pb2.EncodeRequest) -> TextPrompt | ChatPrompt:
+    match request.WhichOneof("input"):
+        case "text":
+            return TextPrompt(request.text, request.allow_special_tokens)
+        case "chat":
+            chat = request.chat
+            has_choice = chat.HasField("add_generation_prompt")
+            return ChatPrompt(
+                chat.messages_json,
+                chat.tools_json,
+                chat.template_kwargs_json,
+                chat.add_generation_prompt if has_choice else None,
+                chat.continue_final_message,
+            )
+        case _:
+            raise InvalidRequest("neither text nor chat is set")
+
+
+def _decode(
+    vocabulary: Vocabulary, request: tokenizer_pb2.TokenizerServiceDecodeRequest
+) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
+    token_ids = list(request.token_ids)
+    vocabulary.check(token_ids)
+    wanted = token_ids if request.return_token_bytes else []
+    return tokenizer_pb2.TokenizerServiceDecodeResponse(
+        text=vocabulary.decode(token_ids, skip_special_tokens=request.skip_special_tokens),
+        token_bytes=[vocabulary.token_bytes[token_id] for token_id in wanted],
+    )
