@@ -67,7 +67,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise LoadError(f"{index}: weight_map is missing or empty")
     for tensor, shard in weight_map.items():
-        if not isinstance(shard, str) or PurePosixPath(shard).name != shard:
+        if not isinstance(shard, str) or not shard or PurePosixPath(shard).name != shard:
             raise LoadError(
                 f"{index}: {tensor} lies in {shard!r}, which is not a file of the folder"
             )

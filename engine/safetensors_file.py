@@ -63,15 +63,14 @@ def _view(data: Tensor, data_start: int, entry: TensorEntry) -> Tensor:
 def _read_header(path: Path, descriptor: int) -> tuple[dict[str, TensorEntry], int]:
     """Return the entries and the file offset at which their data starts."""
     file_bytes = os.fstat(descriptor).st_size
-    start = os.pread(descriptor, 64, 0)
-    _check_kind(path, start, file_bytes)
-    (header_bytes,) = struct.unpack("<Q", start[:_LENGTH_BYTES])
+    if file_bytes <= _LENGTH_BYTES:
+        raise SafetensorsError(f"{path}: {file_bytes} bytes are too few for a safetensors file")
+    (header_bytes,) = struct.unpack("<Q", os.pread(descriptor, _LENGTH_BYTES, 0))
     data_start = _LENGTH_BYTES + header_bytes
-    if header_bytes > _MAX_HEADER_BYTES:
-        raise SafetensorsError(f"{path}: header length {header_bytes} is above the format's limit")
-    if data_start > file_bytes:
+    if header_bytes > _MAX_HEADER_BYTES or data_start > file_bytes:
         raise SafetensorsError(
             f"{path}: header ends at byte {data_start}, but the file has {file_bytes} bytes"
+            f"{_likely_cause(os.pread(descriptor, 64, 0))}"
         )
     try:
         header = json.loads(
@@ -90,14 +89,13 @@ def _read_header(path: Path, descriptor: int) -> tuple[dict[str, TensorEntry], i
     return entries, data_start
 
 
-def _check_kind(path: Path, start: bytes, file_bytes: int) -> None:
+def _likely_cause(start: bytes) -> str:
     """Name the usual things that end up under the name of a weight file."""
     if start.startswith(b"version https://git-lfs"):
-        raise SafetensorsError(f"{path}: a Git LFS pointer, not the file it points to")
-    if start.lstrip()[:1] == b"<":
-        raise SafetensorsError(f"{path}: an HTML or XML page, not a safetensors file")
-    if file_bytes <= _LENGTH_BYTES:
-        raise SafetensorsError(f"{path}: {file_bytes} bytes are too few for a safetensors file")
+        return " (it is a Git LFS pointer, not the file it points to)"
+    if start.lstrip().startswith(b"<"):
+        return " (it is an HTML or XML page)"
+    return ""
 
 
 def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -156,9 +154,9 @@ def _check_tiling(entries: Mapping[str, TensorEntry]) -> int:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != end:
-            fault = "overlaps the tensor before it" if entry.begin < end else "follows a hole"
-            raise ValueError(
-                f"{name}: starts at byte {entry.begin} and {fault}, which ends at {end}"
+            fault = (
+                "overlaps the tensor before it" if entry.begin < end else "leaves a hole before it"
             )
+            raise ValueError(f"{name}: starts at byte {entry.begin}, not {end}: it {fault}")
         end = entry.end
     return end

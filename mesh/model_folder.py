@@ -80,7 +80,7 @@ def _check_shards(folder: Path, index: dict[str, Any]) -> list[Path]:
         raise InvalidModelFolder(f"{folder / _INDEX}: weight_map is missing or empty")
     by_shard: dict[str, set[str]] = {}
     for tensor, shard in weight_map.items():
-        if not isinstance(shard, str) or PurePosixPath(shard).name != shard:
+        if not isinstance(shard, str) or not shard or PurePosixPath(shard).name != shard:
             raise InvalidModelFolder(
                 f"{folder / _INDEX}: {tensor} lies in {shard!r}, which is not a file of the folder"
             )
