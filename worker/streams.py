@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Generic, Self, TypeVar
 
-from mesh.errors import WorkerUnavailable
+from mesh.errors import InternalError, WorkerUnavailable
 
 T = TypeVar("T")
 
@@ -62,6 +62,10 @@ class EventStream(Generic[T]):
                     self._changed.set()
         except Exception as error:  # whatever it is belongs to the reader of the stream
             self._end(error)
+        except asyncio.CancelledError:
+            # Unless it is ours, a reader waits and would do so for ever.
+            self._end(InternalError("the events were cancelled from within"))
+            raise
         else:
             self._end(None)
 
