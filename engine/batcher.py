@@ -57,7 +57,7 @@ class Batcher:
             )
         self._pool = pool
         self.max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
         self._clock = clock
         # In order of arrival. Whatever was let in before is older than whatever was not, so a
@@ -88,7 +88,7 @@ class Batcher:
     def pick(self) -> Batch:
         """Choose what the next step computes, and take the blocks for it."""
         batch = Batch(preempted=self._make_room())
-        budget = self._max_num_batched_tokens
+        budget = self.max_num_batched_tokens
         for request in sorted(self.running, key=lambda running: running.num_uncomputed_tokens > 1):
             budget -= self._schedule(request, budget, batch)
         if not batch.preempted:

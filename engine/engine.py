@@ -1,14 +1,18 @@
 """The engine: requests go in, each step computes a batch, tokens come out."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from torch import Tensor
+import torch
 
-from engine.batcher import Batch, Batcher, ScheduledRequest
-from engine.block_pool import BlockEvents, BlockPool
+from engine.batcher import Batch, Batcher
+from engine.block_pool import BlockEvents, BlockHasher, BlockPool
+from engine.config import EngineConfig, ModelConfig
+from engine.kv_cache import KvCache, KvCacheLayout
+from engine.loader import load_weights
+from engine.model_runner import ModelRunner, Runner
+from engine.models.registry import build_model
 from engine.request import (
     DuplicateRequest,
     EngineEvent,
@@ -25,19 +29,6 @@ from engine.request import (
     TooManyWaiting,
 )
 from engine.sampling import SampledToken, Sampler, check_token_id
-
-
-class Runner(Protocol):
-    """Computes the tokens of a batch."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        """Write the batch's KV; return a row of float32 logits for each request that samples."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -84,6 +75,10 @@ class Engine:
         self._pool = pool
         self._eos_token_ids = eos_token_ids
         self.max_model_len = min(max_model_len, pool.num_blocks * pool.block_size)
+        self.block_size = pool.block_size
+        self.num_blocks = pool.num_blocks
+        self.block_bytes = runner.block_bytes
+        self.max_num_batched_tokens = batcher.max_num_batched_tokens
         self._max_num_waiting = max_num_waiting
         self.max_num_requests = batcher.max_num_seqs + max_num_waiting
         self._clock = clock
@@ -326,3 +321,54 @@ def _take(block_ids: list[int]) -> list[int]:
     taken = block_ids.copy()
     block_ids.clear()
     return taken
+
+
+def build_engine(
+    config: EngineConfig,
+    hasher_factory: Callable[[Mapping[str, str | int]], BlockHasher],
+) -> Engine:
+    """Load a model and give it a KV cache.
+
+    `hasher_factory` gets what the engines that exchange blocks must have in common.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    model_config = ModelConfig.from_folder(config.model_path)
+    max_model_len = config.max_model_len or model_config.max_position_embeddings
+    if max_model_len > model_config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len is {max_model_len}, "
+            f"but the model was made for {model_config.max_position_embeddings} tokens"
+        )
+    weights = load_weights(config.model_path, model_config, config.device, config.dtype)
+    model = build_model(model_config, weights)
+    layout = KvCacheLayout(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=config.block_size,
+        dtype=model.dtype,
+    )
+    num_blocks = config.num_blocks or config.kv_cache_memory_bytes // layout.block_bytes
+    pool = BlockPool(
+        num_blocks,
+        config.block_size,
+        hasher_factory(layout.fields()),
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    batcher = Batcher(
+        pool,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+    )
+    kv_cache = KvCache(layout, num_blocks, config.segment_path, config.device)
+    return Engine(
+        ModelRunner(model, kv_cache, config.device),
+        Sampler(model_config.eos_token_ids),
+        batcher,
+        pool,
+        eos_token_ids=model_config.eos_token_ids,
+        max_model_len=max_model_len,
+        max_num_waiting=config.max_num_waiting,
+    )

@@ -1,6 +1,7 @@
 """From scheduled requests to rows of logits: the only place where the engine meets the model."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,29 +12,51 @@ from engine.kv_cache import KvCache
 from engine.models.registry import Model
 
 
+class Runner(Protocol):
+    """Computes the tokens of a batch."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block."""
+        ...
+
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+        """Write the batch's KV; return a row of float32 logits for each request that samples."""
+        ...
+
+    def close(self) -> None:
+        """Release the KV cache's memory."""
+        ...
+
+
 class ModelRunner:
     """Owns the model and the memory of its KV cache."""
 
     def __init__(self, model: Model, kv_cache: KvCache, device: str = "cpu") -> None:
         self._model = model
         self._device = device
-        self.kv_cache = kv_cache
+        self._kv_cache = kv_cache
 
     @property
     def vocab_size(self) -> int:
         return self._model.vocab_size
 
+    @property
+    def block_bytes(self) -> int:
+        return self._kv_cache.layout.block_bytes
+
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        """Write the batch's KV; return a row of float32 logits for each request that samples."""
         batch = build_batch(
-            [_slice(item) for item in scheduled], self.kv_cache.layout.block_size, self._device
+            [_slice(item) for item in scheduled], self._kv_cache.layout.block_size, self._device
         )
-        return self._model.forward(batch, self.kv_cache)
+        return self._model.forward(batch, self._kv_cache)
 
     def close(self) -> None:
-        """Release the KV cache's memory."""
-        self.kv_cache.close()
+        self._kv_cache.close()
 
 
 def _slice(item: ScheduledRequest) -> SequenceSlice:

@@ -4,9 +4,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from engine.request import InvalidParameter
 # Below this, dividing by the temperature is of no use and greedy is what is meant.
 GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
+
+Array = npt.NDArray[Any]
 
 _UINT64 = (1 << 64) - 1
 # Candidates looked at before the whole vocabulary is sorted.
@@ -167,6 +170,7 @@ class Sampler:
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
 
+    @torch.inference_mode()
     def sample(
         self, logits: Tensor, requests: Sequence[SamplingInput]
     ) -> list[SampledToken | None]:
@@ -252,7 +256,7 @@ def _draw(logits: Tensor, requests: Sequence[SamplingInput]) -> list[int]:
     # Sums are taken in numpy, one row at a time: their order is then the row's own.
     all_probs = scaled.softmax(dim=-1).cpu().numpy()
     token_ids = []
-    for row, probs, request in zip(scaled, all_probs, requests, strict=True):
+    for row, probs, request in zip(scaled.cpu(), all_probs, requests, strict=True):
         params = request.sampling_params
         position = len(request.prompt_token_ids) + len(request.output_token_ids)
         kept = _kept_token_ids(row, probs, params)
@@ -262,14 +266,14 @@ def _draw(logits: Tensor, requests: Sequence[SamplingInput]) -> list[int]:
     return token_ids
 
 
-def _inverse_cdf(probs: np.ndarray, number: float) -> int:
+def _inverse_cdf(probs: Array, number: float) -> int:
     cdf = np.cumsum(probs, dtype=np.float64)
     # Rounding must not carry the target to the very end, past the last possible token.
     target = min(number * cdf[-1], np.nextafter(cdf[-1], 0.0))
     return int(np.searchsorted(cdf, target, side="right"))
 
 
-def _kept_token_ids(row: Tensor, probs: np.ndarray, params: SamplingParams) -> np.ndarray | None:
+def _kept_token_ids(row: Tensor, probs: Array, params: SamplingParams) -> Array | None:
     """The tokens that top_k, then top_p, then min_p leave, in token order; None: all."""
     vocab_size = len(probs)
     top_k = params.top_k if 0 < params.top_k < vocab_size else None
@@ -278,48 +282,52 @@ def _kept_token_ids(row: Tensor, probs: np.ndarray, params: SamplingParams) -> n
     # Each of the three keeps a beginning of the tokens in order of probability, mostly a short
     # one; where the first candidates do not settle it, all are sorted.
     num_candidates = min(vocab_size, top_k or _NUM_CANDIDATES)
-    values, token_ids = row.topk(num_candidates)
-    num_kept = _num_kept(values, probs[token_ids.cpu().numpy()], top_k, params)
+    largest = _largest(row, num_candidates)
+    num_kept = _num_kept(*largest, probs, top_k, params)
     if num_kept == num_candidates and top_k is None:
-        values, token_ids = row.topk(vocab_size)
-        num_kept = _num_kept(values, probs[token_ids.cpu().numpy()], top_k, params)
-    return _settle_ties(row, values[:num_kept], token_ids[:num_kept]).cpu().numpy()
+        largest = _largest(row, vocab_size)
+        num_kept = _num_kept(*largest, probs, top_k, params)
+    values, token_ids = largest
+    return _settle_ties(row, values[:num_kept], token_ids[:num_kept])
 
 
 def _num_kept(
-    sorted_values: Tensor, sorted_probs: np.ndarray, top_k: int | None, params: SamplingParams
+    values: Array, token_ids: Array, probs: Array, top_k: int | None, params: SamplingParams
 ) -> int:
     """How many of the sorted candidates, which `top_k` has cut already, stay."""
-    num_kept = len(sorted_probs)
+    num_kept = len(token_ids)
     if params.top_p < 1:
-        cdf = np.cumsum(sorted_probs, dtype=np.float64)
+        cdf = np.cumsum(probs[token_ids], dtype=np.float64)
         total = 1.0 if top_k is None else cdf[-1]
         num_kept = min(num_kept, int(np.searchsorted(cdf, params.top_p * total)) + 1)
     if params.min_p > 0:
-        values = sorted_values[:num_kept]
-        num_kept = int((values >= values[0] + math.log(params.min_p)).sum())
+        threshold = values[0] + np.float32(math.log(params.min_p))
+        num_kept = int(np.count_nonzero(values[:num_kept] >= threshold))
     return num_kept
 
 
-def _settle_ties(row: Tensor, largest: Tensor, token_ids: Tensor) -> Tensor:
-    """The ids of the largest values, ascending, where among equals the lowest ids win.
+def _largest(row: Tensor, count: int) -> tuple[Array, Array]:
+    """Values and ids of the largest, in order; which of several equals they are is open."""
+    values, token_ids = row.topk(count)
+    return values.numpy(), token_ids.numpy()
 
-    `topk` leaves open which of several equal values it returns.
-    """
-    threshold = largest[-1]
-    above = token_ids[largest > threshold]
-    tied = (row == threshold).nonzero().flatten()[: len(token_ids) - len(above)]
-    return torch.cat((above, tied)).sort().values
+
+def _settle_ties(row: Tensor, values: Array, token_ids: Array) -> Array:
+    """The ids of the row's largest values, ascending; among equals the lowest ids win."""
+    threshold = values[-1]
+    above = token_ids[values > threshold]
+    tied = np.flatnonzero(row.numpy() == threshold)[: len(token_ids) - len(above)]
+    return np.sort(np.concatenate((above, tied)))
 
 
 def _logprobs(row: Tensor, token_id: int, request: SamplingInput) -> TokenLogprobs | None:
     count = request.sampling_params.num_logprobs
     if count is None:
         return None
-    logprobs = row.log_softmax(dim=-1)
+    logprobs = row.log_softmax(dim=-1).cpu()
     top: list[Candidate] = []
     if count:
-        ids = _settle_ties(logprobs, *logprobs.topk(count))
+        ids = _settle_ties(logprobs, *_largest(logprobs, count))
         candidates = map(Candidate, ids.tolist(), logprobs[ids].tolist())
         # Masked tokens are no alternatives.
         top = [candidate for candidate in candidates if candidate.logprob > -math.inf]
