@@ -1,0 +1,538 @@
+"""Choosing tokens from known logits."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.request import InvalidParameter, Request
+from engine.sampling import SampledToken, Sampler, SamplingParams, uniform
+
+VOCAB_SIZE = 8
+EOS = frozenset({2, 0})
+GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
+RANDOM = SamplingParams(max_tokens=100, temperature=1.0)
+
+
+def make_request(
+    params: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None
+) -> Request:
+    return Request("r", prompt or [7], params, output_token_ids=output or [])
+
+
+def sample(rows: list[list[float]], requests: list[Request]) -> list[SampledToken | None]:
+    return Sampler(EOS).sample(torch.tensor(rows, dtype=torch.float32), requests)
+
+
+def sample_one(row: list[float], request: Request) -> SampledToken:
+    [token] = sample([row], [request])
+    assert token is not None
+    return token
+
+
+def logprobs_of(row: list[float], request: Request) -> dict[int, float]:
+    """What the sampler made of a row, seen through log-probabilities of the whole vocabulary."""
+    params = replace(request.sampling_params, num_logprobs=len(row))
+    token = sample_one(row, replace_params(request, params))
+    assert token.logprobs is not None
+    return {candidate.token_id: candidate.logprob for candidate in token.logprobs.top}
+
+
+def replace_params(request: Request, params: SamplingParams) -> Request:
+    return make_request(params, request.prompt_token_ids, request.output_token_ids)
+
+
+def shaped(row: list[float], request: Request) -> dict[int, float]:
+    """Logits after bias, penalties and masks, relative to token 7's, which is left alone."""
+    logprobs = logprobs_of(row, request)
+    return {token_id: logprob - logprobs[7] for token_id, logprob in logprobs.items()}
+
+
+# Greedy.
+
+
+def test_greedy_takes_the_most_likely_token_and_the_lowest_id_among_equals() -> None:
+    assert sample_one([0, 1, 5, 1, 5, 5, 0, 0], make_request(GREEDY)).token_id == 2
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-8, 1e-12, 5e-324, 0.0])
+def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    # SA-01
+    params = SamplingParams(100, temperature=temperature, seed=1)
+    neighbour = SamplingParams(100, temperature=0.9, seed=3)
+    row = [0.1, 0.3, 0.2, 0.3, 0.0, 0.1, 0.2, 0.1]
+
+    tokens = sample([row, row], [make_request(params), make_request(neighbour)])
+
+    assert tokens[0] == SampledToken(1)
+    assert tokens[1] == sample_one(row, make_request(neighbour))
+
+
+@pytest.mark.parametrize("temperature", [1e-2, 1e-3, 1e-4, 1e-5])
+def test_small_temperatures_stay_finite_and_follow_the_best_token(temperature: float) -> None:
+    # SA-01
+    params = SamplingParams(100, temperature=temperature, seed=1)
+
+    token = sample_one([-80.0, 90.0, 3.0, 89.0, 0.0, -90.0, 1.0, 2.0], make_request(params))
+
+    assert token.token_id == 1
+
+
+def test_greedy_and_random_rows_do_not_touch_each_other() -> None:
+    # SA-02
+    rows = [[1.0, 2.0, 3.0, 4.0, 0.0, 1.0, 2.0, 3.0]] * 3
+    rows[0][5] = -math.inf
+    requests = [
+        make_request(replace(GREEDY, logit_bias={3: -100.0}, bad_words=((7,),))),
+        make_request(replace(RANDOM, temperature=0.8, top_p=0.9, seed=3)),
+        make_request(replace(RANDOM, temperature=2.0)),
+    ]
+
+    together = sample(rows, requests)
+
+    alone = [sample_one(row, request) for row, request in zip(rows, requests, strict=True)]
+    assert together == alone
+
+
+# Bias, penalties, masks.
+
+
+def test_bias_of_100_makes_a_token_the_only_one_and_minus_100_rules_it_out() -> None:
+    # SA-09
+    row = [9.0, 1.0, 0.0, 0.0, 0.0, -5.0, 0.0, 0.0]
+
+    for seed in range(50):
+        forced = make_request(replace(RANDOM, seed=seed, logit_bias={5: 100.0}))
+        banned = make_request(replace(RANDOM, seed=seed, logit_bias={0: -100.0}))
+        assert sample_one(row, forced).token_id == 5
+        assert sample_one(row, banned).token_id != 0
+
+
+def test_presence_and_frequency_penalties_count_the_output_and_not_the_prompt() -> None:
+    # SA-06
+    row = [1.0] * VOCAB_SIZE
+    presence = replace(GREEDY, presence_penalty=2.0)
+    frequency = replace(GREEDY, frequency_penalty=1.0)
+
+    assert shaped(row, make_request(presence, [5, 5, 5]))[5] == pytest.approx(0.0)
+    assert shaped(row, make_request(frequency, [5, 5, 5]))[5] == pytest.approx(0.0)
+    assert shaped(row, make_request(presence, [5, 5, 5], [5]))[5] == pytest.approx(-2.0)
+    assert shaped(row, make_request(frequency, [5, 5, 5], [5]))[5] == pytest.approx(-1.0)
+    both = replace(GREEDY, presence_penalty=2.0, frequency_penalty=1.0)
+    assert shaped(row, make_request(both, [5], [5, 4, 5]))[5] == pytest.approx(-4.0)
+
+
+def test_repetition_penalty_counts_prompt_and_output() -> None:
+    # SA-06
+    row = [0.0, 4.0, 0.0, -4.0, 4.0, 4.0, 0.0, 0.0]
+    request = make_request(replace(GREEDY, repetition_penalty=2.0), [5, 3, 5], [4])
+
+    result = shaped(row, request)
+
+    assert result[5] == pytest.approx(2.0)
+    assert result[4] == pytest.approx(2.0)
+    assert result[3] == pytest.approx(-8.0)
+    assert result[1] == pytest.approx(4.0)
+
+
+def test_bias_comes_before_penalties() -> None:
+    # Otherwise 8 / 2 - 4 would be 0.
+    row = [0.0, 0.0, 0.0, 0.0, 0.0, 8.0, 0.0, 0.0]
+    params = replace(GREEDY, logit_bias={5: -4.0}, repetition_penalty=2.0)
+
+    assert shaped(row, make_request(params, [5]))[5] == pytest.approx(2.0)
+
+
+def test_no_end_is_chosen_before_min_tokens() -> None:
+    # SA-12
+    row = [50.0, 0.0, 40.0, 30.0, 1.0, 0.0, 0.0, 0.0]
+    params = replace(GREEDY, min_tokens=3, stop_token_ids=frozenset({3}), logit_bias={0: 100.0})
+
+    assert sample_one(row, make_request(params)).token_id == 4
+    assert sample_one(row, make_request(params, output=[4, 4])).token_id == 4
+    assert sample_one(row, make_request(params, output=[4, 4, 4])).token_id == 0
+
+
+def test_masked_ends_have_no_probability_and_are_no_alternatives() -> None:
+    # SA-12
+    logprobs = logprobs_of([1.0] * VOCAB_SIZE, make_request(replace(GREEDY, min_tokens=1)))
+
+    assert set(logprobs) == {1, 3, 4, 5, 6, 7}
+    assert sum(map(math.exp, logprobs.values())) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "is_banned"),
+    [
+        ([1], [], False),
+        ([1], [3], False),
+        ([1], [3, 4], True),
+        ([1], [3, 4, 4], False),
+        # A phrase that begins in the prompt counts too.
+        ([1, 3], [4], True),
+        ([1, 3, 4], [], True),
+        ([4], [], False),
+    ],
+)
+def test_only_the_last_token_of_a_bad_phrase_is_banned_and_only_after_the_others(
+    prompt: list[int], output: list[int], is_banned: bool
+) -> None:
+    # SA-14
+    row = [0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 8.0, 0.0]
+    request = make_request(replace(GREEDY, bad_words=((3, 4, 5),)), prompt, output)
+
+    assert sample_one(row, request).token_id == (6 if is_banned else 5)
+
+
+def test_a_bad_word_of_one_token_is_always_banned() -> None:
+    # SA-14
+    row = [0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 8.0, 0.0]
+
+    token = sample_one(row, make_request(replace(GREEDY, bad_words=((5,), (6,)))))
+
+    assert token.token_id not in (5, 6)
+
+
+# Truncation.
+
+
+def draw_counts(row: list[float], params: SamplingParams, num_draws: int = 400) -> Counter[int]:
+    requests = [make_request(replace(params, seed=seed)) for seed in range(num_draws)]
+    tokens = sample([row] * num_draws, requests)
+    return Counter(token.token_id for token in tokens if token is not None)
+
+
+@pytest.mark.parametrize("top_k", [0, -1, VOCAB_SIZE, 10**9])
+def test_top_k_that_keeps_everything_equals_no_top_k(top_k: int) -> None:
+    # SA-03
+    row = [0.3, 0.1, 0.5, 0.2, 0.0, 0.7, 0.4, 0.6]
+
+    assert draw_counts(row, replace(RANDOM, top_k=top_k)) == draw_counts(row, RANDOM)
+
+
+def test_top_k_1_equals_greedy_also_among_equals() -> None:
+    # SA-03
+    row = [0.0, 1.0, 5.0, 1.0, 5.0, 5.0, 0.0, 0.0]
+
+    assert set(draw_counts(row, replace(RANDOM, top_k=1))) == {2}
+
+
+def test_top_p_0_keeps_the_most_likely_token() -> None:
+    row = [0.0, 1.0, 1.1, 1.0, 1.1, 1.0, 0.0, 0.0]
+
+    assert set(draw_counts(row, replace(RANDOM, top_p=0.0))) == {2}
+
+
+def test_top_p_keeps_the_token_that_reaches_the_mass() -> None:
+    row = [math.log(share) for share in (0.5, 0.3, 0.1, 0.05, 0.02, 0.01, 0.01, 0.01)]
+
+    assert set(draw_counts(row, replace(RANDOM, top_p=0.49))) == {0}
+    assert set(draw_counts(row, replace(RANDOM, top_p=0.6))) == {0, 1}
+    assert set(draw_counts(row, replace(RANDOM, top_p=0.85))) == {0, 1, 2}
+
+
+def test_top_p_is_a_share_of_what_top_k_left() -> None:
+    row = [math.log(share) for share in (0.3, 0.2, 0.1, 0.1, 0.1, 0.1, 0.05, 0.05)]
+
+    # 0.3 is 60% of the two best.
+    assert set(draw_counts(row, replace(RANDOM, top_k=2, top_p=0.55))) == {0}
+
+
+def test_min_p_is_a_share_of_the_top_probability() -> None:
+    row = [math.log(share) for share in (0.5, 0.3, 0.1, 0.05, 0.02, 0.01, 0.01, 0.01)]
+
+    assert set(draw_counts(row, replace(RANDOM, min_p=0.19))) == {0, 1, 2}
+    assert set(draw_counts(row, replace(RANDOM, min_p=1.0))) == {0}
+
+
+def test_drawn_frequencies_follow_the_distribution() -> None:
+    shares = [0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0, 0.0]
+    row = [math.log(share) if share else -math.inf for share in shares]
+
+    counts = draw_counts(row, RANDOM, num_draws=4000)
+
+    assert set(counts) == {0, 1, 2, 3}
+    for token_id, count in counts.items():
+        assert count / 4000 == pytest.approx(shares[token_id], abs=0.03)
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    row = [math.log(share) for share in (0.6, 0.4)] + [-math.inf] * 6
+
+    cold = draw_counts(row, replace(RANDOM, temperature=0.5), num_draws=2000)
+    hot = draw_counts(row, replace(RANDOM, temperature=2.0), num_draws=2000)
+
+    assert cold[0] / 2000 == pytest.approx(0.36 / 0.52, abs=0.04)
+    assert hot[0] / 2000 == pytest.approx(0.6**0.5 / (0.6**0.5 + 0.4**0.5), abs=0.04)
+
+
+def reference_draw(row: Tensor, params: SamplingParams, number: float) -> int:
+    """The specification, slowly: everything sorted, everything in float64."""
+    scaled = (row / torch.tensor(params.temperature)).numpy()
+    probs = torch.from_numpy(scaled).softmax(-1).numpy()
+    order = np.lexsort((np.arange(len(scaled)), -scaled))
+    if 0 < params.top_k < len(order):
+        order = order[: params.top_k]
+    if params.top_p < 1:
+        mass = np.cumsum(probs[order], dtype=np.float64)
+        total = mass[-1] if 0 < params.top_k < len(scaled) else 1.0
+        order = order[: int((mass < params.top_p * total).sum()) + 1]
+    if params.min_p > 0:
+        threshold = scaled[order[0]] + np.float32(math.log(params.min_p))
+        order = order[scaled[order] >= threshold]
+    kept = np.sort(order)
+    cdf = np.cumsum(probs[kept], dtype=np.float64)
+    return int(kept[np.searchsorted(cdf, number * cdf[-1], side="right")])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    vocab_size=st.sampled_from([5, 40, 1500]),
+    row_seed=st.integers(0, 1000),
+    # Coarse logits have ties, flat ones need more candidates than are looked at first.
+    scale=st.sampled_from([0.01, 1.0, 4.0]),
+    is_coarse=st.booleans(),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, -1, 1, 3, 50, 1200]),
+    top_p=st.sampled_from([0.0, 0.3, 0.9, 0.999999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    seed=st.integers(-(2**63), 2**63 - 1),
+)
+def test_draws_agree_with_the_specification(
+    vocab_size: int, row_seed: int, scale: float, is_coarse: bool, seed: int, **values: Any
+) -> None:
+    row = torch.from_numpy(
+        np.random.default_rng(row_seed).standard_normal(vocab_size).astype(np.float32) * scale
+    )
+    if is_coarse:
+        row = (row * 4 / scale).round() / 4 * scale
+    params = SamplingParams(10, seed=seed, **values)
+    expected = reference_draw(row, params, uniform(seed, 1))
+
+    [token] = Sampler(EOS).sample(row[None].clone(), [make_request(params)])
+
+    assert token == SampledToken(expected)
+
+
+# The generator.
+
+
+def test_the_generator_is_splitmix64() -> None:
+    # The first outputs of SplitMix64 seeded with 0; seed n is its n-th step.
+    outputs = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F)
+
+    for seed, output in enumerate(outputs, start=1):
+        assert uniform(seed, 0) == (output >> 11) * 2.0**-53
+
+
+def test_golden_numbers_of_the_generator() -> None:
+    # They are a contract between workers of different versions.
+    assert uniform(42, 17) == 0.6575784703170114
+    assert uniform(-1, 3) == 0.3466749812659621
+    assert uniform(-(2**63), 8191) == 0.06892467369738653
+    assert uniform(0, 0) == 0.0
+
+
+def test_negative_seeds_are_twos_complement() -> None:
+    assert uniform(-1, 5) == uniform(2**64 - 1, 5)
+
+
+@given(seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 10**6))
+def test_numbers_lie_in_the_half_open_unit_interval(seed: int, position: int) -> None:
+    assert 0.0 <= uniform(seed, position) < 1.0
+
+
+def test_numbers_of_neighbouring_seeds_and_positions_look_independent() -> None:
+    numbers = np.array([[uniform(seed, position) for position in range(64)] for seed in range(64)])
+
+    assert np.abs(np.corrcoef(numbers)[np.triu_indices(64, 1)]).max() < 0.6
+    assert np.abs(np.corrcoef(numbers.T)[np.triu_indices(64, 1)]).max() < 0.6
+    assert numbers.mean() == pytest.approx(0.5, abs=0.02)
+
+
+def test_the_position_is_the_new_tokens_place_in_the_whole_sequence() -> None:
+    # KV-26: a resumed request draws what it would have drawn.
+    row = [0.1 * token_id for token_id in range(VOCAB_SIZE)]
+    params = replace(RANDOM, seed=11)
+
+    split = {
+        num_output: sample_one(
+            row, make_request(params, [1] * (9 - num_output), [1] * num_output)
+        ).token_id
+        for num_output in range(8)
+    }
+
+    assert len(set(split.values())) == 1
+
+
+@pytest.mark.parametrize("vocab_size", [97, 1531])
+@pytest.mark.parametrize("num_rows", [2, 5, 16])
+def test_a_row_is_treated_alike_alone_and_among_others(vocab_size: int, num_rows: int) -> None:
+    # SA-05: bit for bit, so that log-probabilities are equal too.
+    generator = torch.Generator().manual_seed(num_rows)
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
+    requests = [
+        make_request(
+            SamplingParams(
+                50,
+                temperature=0.3 + 0.1 * row,
+                top_p=(1.0, 0.8)[row % 2],
+                top_k=(0, 20, 0)[row % 3],
+                seed=row,
+                num_logprobs=5,
+            )
+        )
+        for row in range(num_rows)
+    ]
+
+    together = Sampler(EOS).sample(logits.clone(), requests)
+
+    for row in range(num_rows):
+        assert Sampler(EOS).sample(logits[row : row + 1].clone(), [requests[row]]) == [
+            together[row]
+        ]
+
+
+# Log-probabilities.
+
+
+def test_logprobs_are_taken_before_temperature_and_truncation() -> None:
+    row = [math.log(share) for share in (0.5, 0.3, 0.1, 0.05, 0.02, 0.01, 0.01, 0.01)]
+    params = replace(RANDOM, temperature=0.2, top_k=1, num_logprobs=3)
+
+    logprobs = sample_one(row, make_request(params)).logprobs
+
+    assert logprobs is not None
+    assert logprobs.token_id == 0
+    assert logprobs.logprob == pytest.approx(math.log(0.5), abs=1e-6)
+    assert [candidate.token_id for candidate in logprobs.top] == [0, 1, 2]
+    assert [candidate.logprob for candidate in logprobs.top] == pytest.approx(
+        [math.log(0.5), math.log(0.3), math.log(0.1)], abs=1e-6
+    )
+
+
+def test_equal_alternatives_come_in_order_of_their_ids() -> None:
+    params = replace(GREEDY, num_logprobs=3)
+
+    logprobs = sample_one([1.0] * VOCAB_SIZE, make_request(params)).logprobs
+
+    assert logprobs is not None
+    assert [candidate.token_id for candidate in logprobs.top] == [0, 1, 2]
+
+
+def test_no_alternatives_are_an_empty_list_and_no_logprobs_are_none() -> None:
+    row = [0.0] * VOCAB_SIZE
+
+    wanted = sample_one(row, make_request(replace(GREEDY, num_logprobs=0))).logprobs
+
+    assert wanted is not None
+    assert wanted.top == ()
+    assert sample_one(row, make_request(GREEDY)).logprobs is None
+
+
+# Rows that are no distribution.
+
+
+@pytest.mark.parametrize("params", [GREEDY, RANDOM, replace(RANDOM, top_p=0.5, num_logprobs=2)])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [math.nan] * VOCAB_SIZE,
+        [0.0] * 7 + [math.nan],
+        [-math.inf] * VOCAB_SIZE,
+        [0.0] * 7 + [math.inf],
+    ],
+)
+def test_a_broken_row_yields_nothing_and_its_neighbours_are_unaffected(
+    params: SamplingParams, broken: list[float]
+) -> None:
+    # SA-16
+    row = [0.1, 0.2, 0.3, 0.1, 0.6, 0.1, 0.2, 0.3]
+
+    tokens = sample([row, broken, row], [make_request(params)] * 3)
+
+    assert tokens[1] is None
+    assert tokens[0] == tokens[2] == sample_one(row, make_request(params))
+
+
+def test_a_row_from_which_everything_is_masked_yields_nothing() -> None:
+    everything = tuple((token_id,) for token_id in range(VOCAB_SIZE))
+
+    [token] = sample([[0.0] * VOCAB_SIZE], [make_request(replace(GREEDY, bad_words=everything))])
+
+    assert token is None
+
+
+def test_no_rows_yield_no_tokens() -> None:
+    assert Sampler(EOS).sample(torch.empty(0, VOCAB_SIZE), []) == []
+
+
+# Validation.
+
+
+@pytest.mark.parametrize(
+    ("param", "values"),
+    [
+        ("temperature", [-0.1, 2.1, math.nan, math.inf, "1", None, True]),
+        ("top_p", [-0.1, 1.1, math.nan]),
+        ("min_p", [-0.1, 1.1]),
+        # SA-03
+        ("top_k", [-2, 1.5, "1", None]),
+        ("presence_penalty", [-2.1, 2.1]),
+        ("frequency_penalty", [-2.1, 2.1]),
+        ("repetition_penalty", [0.0, -1.0, 2.1, math.nan]),
+        ("seed", [2**63, -(2**63) - 1, 1.0]),
+        ("max_tokens", [0, -1, 1.0]),
+        # SA-12: more than max_tokens
+        ("min_tokens", [-1, 101]),
+        # SA-10
+        ("stop_token_ids", [frozenset({8}), frozenset({-1}), frozenset({"a"}), frozenset({True})]),
+        # SA-09
+        ("logit_bias", [{8: 5.0}, {-1: 5.0}, {"AI": -100.0}, {1.5: 1.0}, {5: "x"}, {5: None}]),
+        ("logit_bias", [{5: 1000.0}, {5: -100.1}, {5: math.nan}]),
+        ("bad_words", [((8,),), ((),), ((1, -1),)]),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(param: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(InvalidParameter, match=param) as caught:
+            replace(GREEDY, **{param: value}).validate(VOCAB_SIZE)
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize("num_logprobs", [-1, 9, 21])
+def test_too_many_logprobs_are_refused(num_logprobs: int) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        replace(GREEDY, num_logprobs=num_logprobs).validate(VOCAB_SIZE)
+
+    assert caught.value.param == "logprobs"
+
+
+def test_the_edges_of_all_ranges_are_accepted() -> None:
+    for params in (
+        SamplingParams(1, temperature=0, top_p=0, top_k=-1, min_p=0, seed=-(2**63)),
+        SamplingParams(
+            10**6,
+            temperature=2,
+            top_p=1,
+            top_k=10**9,
+            min_p=1,
+            seed=2**63 - 1,
+            repetition_penalty=2,
+            presence_penalty=-2,
+            frequency_penalty=2,
+            min_tokens=10**6,
+            stop_token_ids=frozenset({0, 7}),
+            logit_bias={0: 100, 7: -100},
+            num_logprobs=8,
+            bad_words=((0, 7),),
+        ),
+    ):
+        params.validate(VOCAB_SIZE)
