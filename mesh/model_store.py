@@ -33,7 +33,7 @@ class ModelStoreError(Exception):
 
 
 @dataclass(frozen=True)
-class ManifestFile:
+class InstalledFile:
     """One file as it was installed."""
 
     size: int
@@ -46,7 +46,7 @@ class Manifest:
 
     name: str
     source: dict[str, str]
-    files: dict[str, ManifestFile]
+    files: dict[str, InstalledFile]
 
     @property
     def size(self) -> int:
@@ -76,14 +76,19 @@ def add(home: Path, spec: str, name: str | None = None, report: Report = print) 
     )
 
 
-def ensure(home: Path, name: str, report: Report = print) -> Path:
+def ensure(
+    home: Path,
+    name: str,
+    report: Report = print,
+    install: Callable[[Path], dict[str, str]] = smollm2.install,
+) -> Path:
     """Return the model's folder; the default model is installed first when it is absent."""
     if name != smollm2.NAME:
         return resolve(home, name)
 
     def fill(folder: Path) -> dict[str, str]:
         report(f"Downloading and converting {name} (once)")
-        return smollm2.install(folder)
+        return install(folder)
 
     return _install(home, name, fill, replace=False)
 
@@ -156,7 +161,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     values = read_json(path)
     if values.pop("format", None) != _FORMAT:
         return None
-    values["files"] = {name: ManifestFile(**file) for name, file in values["files"].items()}
+    values["files"] = {name: InstalledFile(**file) for name, file in values["files"].items()}
     manifest = Manifest(**values)
     for name, file in manifest.files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.size:
@@ -245,6 +250,6 @@ def _link_or_copy(source: Path, destination: Path) -> None:
         shutil.copyfile(source, destination)
 
 
-def _describe(path: Path) -> ManifestFile:
+def _describe(path: Path) -> InstalledFile:
     with path.open("rb") as file:
-        return ManifestFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+        return InstalledFile(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())

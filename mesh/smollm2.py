@@ -28,7 +28,7 @@ _CONTROL_TOKEN = int(gguf.TokenType.CONTROL)
 # Tensors start on cache lines, so that vector loads from the mapped file are aligned.
 _ALIGNMENT = 64
 
-# (Hugging Face name, GGUF name) within a layer, in file order.
+# (Hugging Face name, GGUF name) within a layer.
 _LAYER_TENSORS = (
     ("input_layernorm", "attn_norm"),
     ("self_attn.q_proj", "attn_q"),
@@ -193,10 +193,7 @@ def _write_weights(reader: Any, config: dict[str, Any], path: Path) -> None:
 
 
 def _tensor_names(num_layers: int) -> Iterator[tuple[str, str]]:
-    """Yield (Hugging Face name, GGUF name) in file order.
-
-    Matrices that share an input are neighbours, so that a loader can map them as one.
-    """
+    """Yield (Hugging Face name, GGUF name) in the order in which a forward pass reads them."""
     yield "model.embed_tokens.weight", "token_embd.weight"
     for index in range(num_layers):
         for hf_name, gguf_name in _LAYER_TENSORS:
