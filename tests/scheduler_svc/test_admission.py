@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -51,7 +52,7 @@ class Caller:
         lane: Hashable = "m",
         priority: int = 0,
         timeout_s: float = 60,
-        on_grant: Callable[["Caller"], None] = lambda caller: None,
+        on_grant: Callable[[], None] = lambda: None,
     ) -> None:
         self.size = size
         self.lane = lane
@@ -65,7 +66,7 @@ class Caller:
             self.size, lane=self.lane, priority=priority, timeout_s=timeout_s
         ):
             self.granted.set()
-            self._on_grant(self)
+            self._on_grant()
             await self.leaving.wait()
 
     async def leave(self) -> None:
@@ -99,7 +100,7 @@ async def test_request_is_granted_at_once_when_there_is_room() -> None:
 async def test_equal_requests_are_served_in_order_of_arrival() -> None:
     queue = make_queue(Room(1))
     order: list[int] = []
-    callers = [Caller(queue, on_grant=lambda _, n=n: order.append(n)) for n in range(5)]
+    callers = [Caller(queue, on_grant=partial(order.append, n)) for n in range(5)]
     await settle()
 
     for caller in callers:
@@ -390,7 +391,7 @@ async def _order_is_kept(sizes: list[int], seed: object) -> None:
     queue = make_queue(Room(4), max_num_waiting=50)
     order: list[int] = []
     callers = [
-        Caller(queue, size, on_grant=lambda _, n=n: order.append(n)) for n, size in enumerate(sizes)
+        Caller(queue, size, on_grant=partial(order.append, n)) for n, size in enumerate(sizes)
     ]
     await settle()
 
