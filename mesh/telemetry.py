@@ -1,6 +1,7 @@
 """Logging, tracing and stopwatches, set up once per process."""
 
 import atexit
+import json
 import logging
 import sys
 import time
@@ -26,7 +27,7 @@ request_id_var: ContextVar[str] = ContextVar("request_id", default="")
 
 # W3C asks for at least 512 characters; more would crowd out gRPC's 8 KiB of metadata.
 _MAX_TRACESTATE_CHARS = 512
-_FLUSH_TIMEOUT_MS = 2000
+_SHUTDOWN_TIMEOUT_MS = 2000
 _STANDARD_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 _propagator = TraceContextTextMapPropagator()
@@ -52,13 +53,7 @@ def setup(
     handler.addFilter(ContextFilter(service))
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
     if otlp_endpoint:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        exporter = OTLPSpanExporter(
-            endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https://")
-        )
-        start_tracing(service, BatchSpanProcessor(exporter), worker_id=worker_id)
+        start_tracing(service, _exporting_to(otlp_endpoint), worker_id=worker_id)
         atexit.register(shutdown)
 
 
@@ -82,8 +77,21 @@ def shutdown() -> None:
     """Send what is left, for a bounded time, and stop tracing."""
     provider, _Tracing.provider, _Tracing.tracer = _Tracing.provider, None, None
     if provider is not None:
-        provider.force_flush(_FLUSH_TIMEOUT_MS)
         provider.shutdown()
+
+
+def _exporting_to(otlp_endpoint: str) -> "SpanProcessor":
+    """Imports here, so that a process without a collector loads none of it."""
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    class BoundedSpanProcessor(BatchSpanProcessor):
+        def shutdown(self) -> None:
+            # The SDK's own shutdown waits up to 30 s for a collector that is gone.
+            self._batch_processor.shutdown(_SHUTDOWN_TIMEOUT_MS)
+
+    insecure = not otlp_endpoint.startswith("https://")
+    return BoundedSpanProcessor(OTLPSpanExporter(endpoint=otlp_endpoint, insecure=insecure))
 
 
 @contextmanager
@@ -221,5 +229,9 @@ class JsonFormatter(logging.Formatter):
                 line.setdefault(name, value)
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        # A log line must never raise: what JSON cannot say is written as text.
-        return orjson.dumps(line, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+        try:
+            return orjson.dumps(line, default=repr, option=orjson.OPT_NON_STR_KEYS).decode()
+        except TypeError:
+            # A line is never lost: what JSON cannot say is written as Python says it.
+            said = ((name, v if isinstance(v, str) else repr(v)) for name, v in line.items())
+            return json.dumps(dict(said))

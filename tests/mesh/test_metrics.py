@@ -1,0 +1,139 @@
+import math
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mesh import metrics
+from mesh.errors import REASONS
+
+
+def samples() -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    text = metrics.render()[0].decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(name: str, **labels: str) -> float:
+    return samples().get((name, tuple(sorted(labels.items()))), 0.0)
+
+
+def test_counters_are_rendered_for_prometheus() -> None:
+    before = value("pdmesh_disagg_decisions_total", decision="local", reason="isl_bounding")
+
+    metrics.DISAGG_DECISIONS.add(2, {"decision": "local", "reason": "isl_bounding"})
+
+    after = value("pdmesh_disagg_decisions_total", decision="local", reason="isl_bounding")
+    assert after == before + 2
+    assert metrics.render()[1].startswith("text/plain")
+
+
+# OB-05
+def test_labels_from_clients_never_add_more_than_one_series() -> None:
+    metrics.MODELS.allow("served")
+    for model in ("served", "first unknown"):
+        metrics.REQUESTS.add(1, {"outcome": "ok", "gen_ai.request.model": model})
+        metrics.TIME_TO_FIRST_TOKEN.record(0.1, {"gen_ai.request.model": model})
+    before = len(samples())
+
+    for number in range(5000):
+        labels = {"gen_ai.request.model": f"random-{number}"}
+        metrics.REQUESTS.add(1, {"outcome": "ok", **labels})
+        metrics.TIME_TO_FIRST_TOKEN.record(0.1, labels)
+
+    assert len(samples()) == before
+    assert value("pdmesh_requests_total", outcome="ok", gen_ai_request_model="other") >= 5001
+
+
+# OB-05
+def test_allowed_values_are_bounded_too() -> None:
+    values = metrics.Values("a", max_values=3)
+
+    values.allow("b", "c", "d")
+
+    assert [values.pick(name) for name in "abcd"] == ["a", "b", "c", "other"]
+
+
+def test_a_label_that_was_not_declared_is_a_bug() -> None:
+    with pytest.raises(KeyError):
+        metrics.PREEMPTIONS.add(1, {"request_id": "req-1"})
+
+
+def test_every_reason_of_the_taxonomy_has_its_own_series() -> None:
+    assert [metrics.REASONS.pick(reason) for reason in REASONS] == list(REASONS)
+
+
+@pytest.mark.parametrize(
+    ("histogram", "name", "first", "last", "num_buckets"),
+    [
+        (
+            metrics.REQUEST_DURATION,
+            "gen_ai_server_request_duration_seconds",
+            0.01,
+            81.92,
+            14,
+        ),
+        (
+            metrics.TIME_TO_FIRST_TOKEN,
+            "gen_ai_server_time_to_first_token_seconds",
+            0.001,
+            10,
+            16,
+        ),
+        (
+            metrics.TIME_PER_OUTPUT_TOKEN,
+            "gen_ai_server_time_per_output_token_seconds",
+            0.01,
+            2.5,
+            13,
+        ),
+    ],
+)
+def test_genai_histograms_have_the_standard_buckets(
+    histogram: metrics.Histogram, name: str, first: float, last: float, num_buckets: int
+) -> None:
+    histogram.record(0.05)
+
+    bounds = sorted(
+        {float(dict(labels)["le"]) for sample, labels in samples() if sample == f"{name}_bucket"}
+    )
+    assert (bounds[0], bounds[-2], bounds[-1]) == (first, last, math.inf)
+    assert len(bounds) == num_buckets + 1
+
+
+def test_gauges_report_what_is_watched_until_it_is_not() -> None:
+    num_free = 7
+    unwatch = metrics.NUM_FREE_BLOCKS.watch(lambda: num_free)
+    assert value("pdmesh_kv_cache_free_blocks") == 7
+
+    num_free = 3
+    assert value("pdmesh_kv_cache_free_blocks") == 3
+
+    unwatch()
+    unwatch()
+    assert ("pdmesh_kv_cache_free_blocks", ()) not in samples()
+
+
+def test_gauges_tell_their_watchers_apart_by_label() -> None:
+    stops = [
+        metrics.NUM_WORKERS.watch(lambda: 2, {"role": "prefill"}),
+        metrics.NUM_WORKERS.watch(lambda: 3, {"role": "decode"}),
+    ]
+
+    assert value("pdmesh_scheduler_workers", role="prefill") == 2
+    assert value("pdmesh_scheduler_workers", role="decode") == 3
+    for stop in stops:
+        stop()
+
+
+def test_a_gauge_that_fails_does_not_take_the_others_down() -> None:
+    def fail() -> float:
+        raise ValueError("engine is gone")
+
+    stops = [metrics.NUM_LEASES.watch(fail), metrics.NUM_RUNNING.watch(lambda: 1)]
+
+    assert value("pdmesh_engine_running") == 1
+    for stop in stops:
+        stop()
