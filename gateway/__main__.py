@@ -1,0 +1,22 @@
+"""`python -m gateway`."""
+
+import uvloop
+
+from gateway.app import run
+from gateway.config import GatewayConfig
+from mesh import config, telemetry
+
+
+def main() -> None:
+    settings = config.load(GatewayConfig)
+    telemetry.setup(
+        settings.service,
+        log_level=settings.log_level,
+        otlp_endpoint=settings.otlp_endpoint,
+        worker_id=settings.worker_id,
+    )
+    uvloop.run(run(settings))
+
+
+if __name__ == "__main__":
+    main()

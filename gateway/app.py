@@ -1,0 +1,141 @@
+"""The gateway as a process: the REST API and InferenceService in one event loop."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.config import GatewayConfig
+from gateway.core import Core, open_core
+from gateway.errors import to_answer
+from gateway.http_protocol import http_protocol
+from gateway.inference import InferenceServicer
+from gateway.middleware import DisconnectMiddleware, RequestIdMiddleware
+from gateway.routes import build_routes
+from mesh.errors import MeshError, WorkerUnavailable
+from mesh.server import MeshServer, serve
+from mesh.v1 import inference_pb2, inference_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+# Of the time to drain, kept for telling those who are still waiting.
+_FAREWELL_S = 1.0
+_STARTED_POLL_S = 0.01
+
+
+def build_app(core: Core) -> Starlette:
+    """The ASGI application."""
+    return Starlette(
+        routes=build_routes(core),
+        middleware=[Middleware(RequestIdMiddleware), Middleware(DisconnectMiddleware)],
+        exception_handlers={HTTPException: _answer_error, MeshError: _answer_error},
+    )
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    answer = to_answer(error)
+    return JSONResponse(answer.body, answer.status, answer.headers)
+
+
+class RestServer:
+    """uvicorn on this process's loop; signals are somebody else's business."""
+
+    def __init__(self, core: Core) -> None:
+        config = core.config
+        self._core = core
+        self._server = _Server(
+            uvicorn.Config(
+                build_app(core),
+                host=config.host,
+                port=config.port,
+                http=http_protocol(
+                    max_header_bytes=config.max_header_bytes,
+                    client_timeout_s=config.client_timeout_s,
+                ),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                # A pipelined request must not inherit the id and trace of the one before it.
+                reset_contextvars=True,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """The bound "host:port"."""
+        [listener, *_] = self._server.servers[0].sockets
+        host, port = listener.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    async def start(self) -> str:
+        """Listen; returns the bound "host:port"."""
+        self._serving = asyncio.create_task(self._server.serve(), name="rest")
+        while not self._server.started:
+            if self._serving.done():
+                # uvicorn has logged why.
+                raise OSError(f"cannot listen on {self._core.config.host}")
+            await asyncio.sleep(_STARTED_POLL_S)
+        logger.info("serving REST", extra={"address": self.address})
+        return self.address
+
+    async def drain(self) -> None:
+        """Refuse new connections, let running requests finish, then end the rest with an error."""
+        self._core.health.drain()
+        self._server.should_exit = True
+        try:
+            async with asyncio.timeout(max(0.0, self._core.config.drain_timeout_s - _FAREWELL_S)):
+                await self._core.in_flight.wait_idle()
+        except TimeoutError:
+            logger.warning("ending requests", extra={"requests": self._core.in_flight.num_requests})
+            self._core.in_flight.fail(WorkerUnavailable("the gateway is shutting down"))
+            await self._core.in_flight.wait_idle()
+
+    async def stop(self) -> None:
+        """End every connection."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await asyncio.wait({self._serving})
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def run(config: GatewayConfig) -> None:
+    """Serve until a signal, then drain."""
+    async with open_core(config) as core:
+        rest = RestServer(core)
+        server = MeshServer(config.inference_listen)
+        server.add(
+            inference_pb2_grpc.add_InferenceServiceServicer_to_server,
+            InferenceServicer(core),
+            inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
+        )
+
+        async def start_rest(_: str) -> None:
+            await rest.start()
+
+        try:
+            await serve(
+                server,
+                drain=rest.drain,
+                drain_timeout_s=config.drain_timeout_s,
+                on_started=start_rest,
+                parent_pid=config.parent_pid,
+            )
+        finally:
+            await rest.stop()

@@ -1,0 +1,81 @@
+"""Settings of the gateway."""
+
+import ipaddress
+from typing import ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from mesh.config import Address, Addresses, ServiceConfig
+
+
+class GatewayConfig(ServiceConfig):
+    """Where the gateway listens, whom it asks, and how long it waits."""
+
+    service: ClassVar[str] = "gateway"
+
+    host: str = Field("127.0.0.1", min_length=1, description="interface of the REST API")
+    port: int = Field(8000, ge=0, le=65535, description="port of the REST API; 0 picks a free one")
+    inference_listen: Address = Field(
+        "127.0.0.1:0", description="where InferenceService is served; port 0 picks a free one"
+    )
+    tokenizer_addresses: Addresses = Field(
+        ["127.0.0.1:50051"], min_length=1, description="tokenizers, used in turn"
+    )
+    scheduler_addresses: Addresses = Field(
+        ["127.0.0.1:50052"], min_length=1, description="schedulers, used in turn"
+    )
+    allow_unauthenticated: bool = Field(
+        False, description="serve on an interface that others can reach, though there are no keys"
+    )
+
+    max_body_bytes: int = Field(10 * 1024 * 1024, ge=1024, description="largest request body")
+    max_header_bytes: int = Field(64 * 1024, ge=1024, description="largest request head")
+    max_choices: int = Field(128, ge=1, description="choices of one request, over all its prompts")
+
+    max_attempts: int = Field(
+        3, ge=1, description="attempts to finish a choice when workers fail, first one included"
+    )
+    request_timeout_s: float = Field(1800.0, gt=0, description="longest life of a request")
+    encode_timeout_s: float = Field(30.0, gt=0, description="longest wait for a tokenizer")
+    queue_timeout_s: float = Field(60.0, gt=0, description="longest wait for a placement")
+    start_timeout_s: float = Field(
+        120.0, gt=0, description="longest wait for a worker's first sign of work on a request"
+    )
+    stall_timeout_s: float = Field(
+        20.0, gt=0, description="longest silence between two tokens before a worker counts as hung"
+    )
+    client_timeout_s: float = Field(
+        60.0, gt=0, description="longest time a client may leave a full send buffer unread"
+    )
+
+    stream_header_wait_s: float = Field(
+        10.0,
+        ge=0,
+        description="how long the headers of a stream wait for the first token, so that an "
+        "error before it keeps its status; proxies with short timeouts want less",
+    )
+    keep_alive_interval_s: float = Field(
+        10.0, gt=0, description="seconds between comments in a stream that waits"
+    )
+    health_interval_s: float = Field(1.0, gt=0, description="seconds between health checks")
+    health_stall_s: float = Field(
+        20.0, gt=0, description="a worker with running requests and no step for so long is stalled"
+    )
+
+    @model_validator(mode="after")
+    def _refuse_strangers(self) -> Self:
+        if not self.allow_unauthenticated and not _is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines and there are no API keys: "
+                "use 127.0.0.1, or set allow_unauthenticated"
+            )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,141 @@
+"""Failures as OpenAI's clients see them; the only file with HTTP status codes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+from mesh.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvLeaseExpired,
+    KvTransferFailed,
+    MeshError,
+    MessageTooLarge,
+    ModelNotFound,
+    QueueFull,
+    Unauthenticated,
+    UnsupportedParameter,
+    WorkerUnavailable,
+)
+
+OK = 200
+# Never sent: the client is gone. The log line of its request says so.
+CLIENT_CLOSED_REQUEST = 499
+UNHEALTHY = 503
+
+# Refusals made before a request has a body that could be understood.
+INVALID_HTTP = 400
+NOT_FOUND = 404
+METHOD_NOT_ALLOWED = 405
+HEADERS_TOO_LARGE = 431
+
+_DEFAULT_RETRY_AFTER_S = 1.0
+_UNAVAILABLE = "No worker can take this request at the moment. Please try again."
+_INTERNAL = "The server had an error while processing this request."
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body exceeds the gateway's limit."""
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The body is something other than JSON."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    status: int
+    type: str
+    code: str | None = None
+    # What the client reads instead of the error's own text.
+    message: str | None = None
+    retry_after_s: float | None = None
+
+
+_UNAVAILABLE_ROW = _Row(503, "service_unavailable_error", message=_UNAVAILABLE, retry_after_s=1.0)
+
+# The first class that fits counts, so subclasses stand before their bases.
+_TABLE: tuple[tuple[type[Exception], _Row], ...] = (
+    (BodyTooLarge, _Row(413, "invalid_request_error", "request_too_large")),
+    (UnsupportedMediaType, _Row(415, "invalid_request_error", "unsupported_media_type")),
+    (UnsupportedParameter, _Row(400, "invalid_request_error", "unsupported_parameter")),
+    (ContextLengthExceeded, _Row(400, "invalid_request_error", "context_length_exceeded")),
+    (MessageTooLarge, _Row(413, "invalid_request_error", "request_too_large")),
+    (InvalidRequest, _Row(400, "invalid_request_error")),
+    (Unauthenticated, _Row(401, "invalid_request_error", "invalid_api_key")),
+    (ModelNotFound, _Row(404, "invalid_request_error", "model_not_found")),
+    (
+        QueueFull,
+        _Row(429, "rate_limit_error", "queue_full", retry_after_s=_DEFAULT_RETRY_AFTER_S),
+    ),
+    (KvLeaseExpired, _UNAVAILABLE_ROW),
+    (KvTransferFailed, _UNAVAILABLE_ROW),
+    (
+        WorkerUnavailable,
+        _Row(
+            503,
+            "service_unavailable_error",
+            "server_is_overloaded",
+            _UNAVAILABLE,
+            _DEFAULT_RETRY_AFTER_S,
+        ),
+    ),
+    (DeadlineExceeded, _Row(504, "server_error", "timeout")),
+)
+_INTERNAL_ROW = _Row(500, "server_error", message=_INTERNAL)
+
+
+@dataclass(frozen=True)
+class ErrorAnswer:
+    """An error in OpenAI's form."""
+
+    status: int
+    body: dict[str, Any]
+    headers: Mapping[str, str]
+
+
+def to_answer(error: Exception) -> ErrorAnswer:
+    """What the client is told about `error`."""
+    if isinstance(error, HTTPException):
+        return _http_answer(error)
+    row = next((row for kind, row in _TABLE if isinstance(error, kind)), _INTERNAL_ROW)
+    headers = {}
+    retry_after_s = error.retry_after_s if isinstance(error, MeshError) else None
+    if retry_after_s is None:
+        retry_after_s = row.retry_after_s
+    if retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(retry_after_s)))
+    return ErrorAnswer(
+        status=row.status,
+        body=envelope(
+            row.message or str(error),
+            type=row.type,
+            param=error.param if isinstance(error, MeshError) else None,
+            code=row.code,
+        ),
+        headers=headers,
+    )
+
+
+def envelope(
+    message: str,
+    *,
+    type: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def _http_answer(error: HTTPException) -> ErrorAnswer:
+    if error.status_code == NOT_FOUND:
+        body = envelope("There is nothing at this URL.", code="unknown_url")
+    elif error.status_code == METHOD_NOT_ALLOWED:
+        body = envelope("This URL does not take this method.", code="method_not_allowed")
+    else:
+        body = envelope(error.detail)
+    return ErrorAnswer(error.status_code, body, error.headers or {})

@@ -1,0 +1,105 @@
+"""POST /v1/chat/completions and /v1/completions: one HTTP request, first byte to last."""
+
+import logging
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from gateway.answers import EventStream, WholeAnswer, send_json
+from gateway.body import parse_object, read_body
+from gateway.choices import Choices
+from gateway.core import Core
+from gateway.errors import to_answer
+from gateway.generation import Deadline, Job
+from gateway.openai.api import Api, ApiRequest
+from gateway.record import RequestRecord
+from mesh.errors import MeshError
+from mesh.telemetry import SpanKind, Stopwatch, enter_trace, request_id_var, span
+from mesh.v1 import types_pb2
+
+logger = logging.getLogger(__name__)
+
+
+class GenerateEndpoint:
+    """An ASGI app rather than a function: one coroutine, and one span, lasts to the last byte."""
+
+    def __init__(self, core: Core, api: Api) -> None:
+        self._core = core
+        self._api = api
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        # Each HTTP request is handled in a task of its own, which keeps this context.
+        enter_trace(headers.items())
+        record = RequestRecord(request_id_var.get(), self._api.operation)
+        with self._core.in_flight.request(), span("gateway.request", kind=SpanKind.SERVER) as root:
+            outcome: BaseException | None = None
+            try:
+                outcome = await self._respond(headers, receive, send, record)
+            except BaseException as error:
+                # The client is gone, or the process is about to be.
+                outcome = error
+                raise
+            finally:
+                record.finish(outcome, root)
+
+    async def _respond(
+        self, headers: Headers, receive: Receive, send: Send, record: RequestRecord
+    ) -> Exception | None:
+        """Answer, whatever happens; returns the failure that the client was told."""
+        deadline = Deadline(self._core.config.request_timeout_s)
+        answer: EventStream | WholeAnswer | None = None
+        try:
+            body = await read_body(headers, receive, self._core.config.max_body_bytes)
+            request = self._validate(body, record)
+            model = await self._core.catalog.get(request.model)
+            record.model, record.is_stream = model.name, request.is_stream()
+            groups = await self._core.pipeline.prepare(
+                record.request_id, request.generation(model), model, deadline
+            )
+            record.serve(groups)
+            answer = self._answer(request, record, groups)
+            async with Choices(self._core.pipeline, groups).start() as choices:
+                with self._core.in_flight.running(choices):
+                    await answer.send(choices, send)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            if not isinstance(error, MeshError):
+                logger.exception("unhandled error")
+            await _send_error(error, answer, send)
+            return error
+        return None
+
+    def _validate(self, body: bytes, record: RequestRecord) -> ApiRequest:
+        stopwatch = Stopwatch()
+        with span("gateway.rules"):
+            request = self._api.parse(parse_object(body))
+        record.add(types_pb2.STAGE_RULES, stopwatch.elapsed_ms)
+        return request
+
+    def _answer(
+        self, request: ApiRequest, record: RequestRecord, groups: list[list[Job]]
+    ) -> EventStream | WholeAnswer:
+        num_choices = sum(map(len, groups))
+        if not request.is_stream():
+            return WholeAnswer(self._api, request, record, num_choices)
+        return EventStream(
+            self._api,
+            request,
+            record,
+            num_choices,
+            header_wait_s=self._core.config.stream_header_wait_s,
+            keep_alive_interval_s=self._core.config.keep_alive_interval_s,
+        )
+
+
+async def _send_error(
+    error: Exception, answer: EventStream | WholeAnswer | None, send: Send
+) -> None:
+    if isinstance(answer, EventStream) and answer.has_started:
+        await answer.send_error(error, send)
+        return
+    told = to_answer(error)
+    await send_json(send, told.status, told.body, told.headers)

@@ -1,0 +1,150 @@
+"""What a client asked for and what it gets back, whichever API it speaks."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mesh.errors import DeadlineExceeded
+from mesh.v1 import tokenizer_pb2, types_pb2
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """Text to continue."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """Messages for the model's chat template."""
+
+    chat: tokenizer_pb2.Chat
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """A prompt that the client encoded itself."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = TextPrompt | ChatPrompt | TokenPrompt
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One request: `n` choices for each of its prompts."""
+
+    prompts: tuple[Prompt, ...]
+    # As the client said it: `max_tokens` is filled in once the prompt's length is known.
+    sampling_params: types_pb2.SamplingParams
+    max_tokens: int | None = None
+    # For a client that left `max_tokens` out; None means as many as fit.
+    default_max_tokens: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    bad_words: tuple[str, ...] = ()
+    cache_salt: str = ""
+    priority: int = 0
+    # The parameter that holds the prompt, for error messages.
+    prompt_param: str | None = None
+
+
+class Deadline:
+    """When a request must be over, by the monotonic clock."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._ends_at = time.monotonic() + timeout_s
+
+    def remaining_s(self, at_most: float | None = None) -> float:
+        """The timeout for the next call; raises when nothing is left."""
+        left = self._ends_at - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"the request took longer than {self._timeout_s:g} s")
+        return left if at_most is None else min(left, at_most)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why a choice ended normally."""
+
+    reason: "types_pb2.FinishReason.ValueType"
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens from a worker."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[types_pb2.TokenLogprobs] = ()
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Text and the tokens that led to it; text may lag behind its tokens."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[types_pb2.TokenLogprobs] = ()
+    # Of every token that `logprobs` mentions.
+    token_bytes: Mapping[int, bytes] = field(default_factory=dict)
+    finish: Finish | None = None
+
+
+@dataclass
+class JobTrace:
+    """What is known about how one choice was served."""
+
+    stages_ms: "dict[types_pb2.Stage.ValueType, float]" = field(default_factory=dict)
+    # Prompt tokens found in a prefix cache by the worker that computed the prompt first.
+    num_cached_tokens: int | None = None
+    mode: str | None = None
+    prefill_worker_id: str = ""
+    decode_worker_id: str = ""
+    num_attempts: int = 0
+
+    def add(self, stage: "types_pb2.Stage.ValueType", duration_ms: float) -> None:
+        self.stages_ms[stage] = self.stages_ms.get(stage, 0.0) + duration_ms
+
+    def add_all(self, timings: Sequence[types_pb2.StageTiming]) -> None:
+        for timing in timings:
+            self.add(timing.stage, timing.duration_ms)
+
+
+@dataclass
+class Job:
+    """One choice on its way: what is to be done and what exists so far."""
+
+    # Unique in the mesh, whatever id the client uses.
+    request_id: str
+    model: str
+    prompt_token_ids: Sequence[int]
+    sampling_params: types_pb2.SamplingParams
+    # Tokens that end the sequence wherever they are produced.
+    end_token_ids: frozenset[int]
+    request: GenerationRequest
+    deadline: Deadline
+    # Tokens that the workers produced: what a resumption starts from.
+    output_token_ids: list[int] = field(default_factory=list)
+    # Tokens that count: without those behind a stop string.
+    num_completion_tokens: int = 0
+    trace: JobTrace = field(default_factory=JobTrace)
+
+    def record(self, chunk: Chunk) -> None:
+        """Take tokens over from a worker, before anyone else sees them."""
+        self.output_token_ids += chunk.token_ids
+
+    def ending(self, token_ids: Sequence[int]) -> Finish | None:
+        """How the sequence ends with `token_ids`, as far as ids and counts tell."""
+        if token_ids and token_ids[-1] in self.end_token_ids:
+            return Finish(types_pb2.FINISH_REASON_STOP, stop_token_id=token_ids[-1])
+        if len(self.output_token_ids) + len(token_ids) >= self.sampling_params.max_tokens:
+            return Finish(types_pb2.FINISH_REASON_LENGTH)
+        return None

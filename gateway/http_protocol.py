@@ -1,0 +1,83 @@
+"""HTTP/1.1 connections: uvicorn's, with bounds on heads and on unread answers."""
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.errors import HEADERS_TOO_LARGE, INVALID_HTTP, envelope
+
+
+def http_protocol(*, max_header_bytes: int, client_timeout_s: float) -> type[HttpToolsProtocol]:
+    """The protocol class for uvicorn, which makes one instance a connection."""
+
+    class BoundProtocol(_Protocol):
+        _max_header_bytes = max_header_bytes
+        _client_timeout_s = client_timeout_s
+
+    return BoundProtocol
+
+
+class _Protocol(HttpToolsProtocol):
+    _max_header_bytes: int
+    _client_timeout_s: float
+    _num_header_bytes = 0
+    _is_in_head = True
+    _cutting: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._is_in_head:
+            self._num_header_bytes = 0
+            return
+        # All of it came after the last complete head. The read that completes a
+        # head is bounded by the socket's buffer.
+        self._num_header_bytes += len(data)
+        if self._num_header_bytes > self._max_header_bytes and not self.transport.is_closing():
+            self._refuse(
+                HEADERS_TOO_LARGE, f"the head exceeds the limit of {self._max_header_bytes} bytes"
+            )
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head = True
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(INVALID_HTTP, msg)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write: it gets a bounded time to catch up."""
+        super().pause_writing()
+        self._cutting = self.loop.call_later(self._client_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._keep()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._keep()
+        super().connection_lost(exc)
+
+    def _keep(self) -> None:
+        if self._cutting is not None:
+            self._cutting.cancel()
+            self._cutting = None
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer what never became a request, and hang up."""
+        body: dict[str, Any] = envelope(message)
+        payload = orjson.dumps(body)
+        self.transport.write(
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+            "content-type: application/json\r\n"
+            f"content-length: {len(payload)}\r\n"
+            "connection: close\r\n\r\n".encode()
+            + payload
+        )
+        self.transport.close()

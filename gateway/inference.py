@@ -1,0 +1,150 @@
+"""InferenceService: the pipeline for internal callers."""
+
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+
+from gateway.choices import Choices
+from gateway.core import Core
+from gateway.generation import (
+    ChatPrompt,
+    Deadline,
+    Delta,
+    Finish,
+    GenerationRequest,
+    Job,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+)
+from gateway.record import RequestRecord
+from mesh.client import remaining_s
+from mesh.errors import InvalidRequest
+from mesh.telemetry import SpanKind, request_id_var, start_span, use_span
+from mesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """One choice a call: validated, placed and resumed like a request over HTTP."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        if request.request_id:
+            # It appears in the log; the mesh needs ids that nobody else uses.
+            logger.debug("request received", extra={"client_request_id": request.request_id[:128]})
+        request_id_var.set(uuid.uuid4().hex)
+        record = RequestRecord(request_id_var.get(), _operation(request))
+        record.is_stream = True
+        root = start_span("gateway.request", kind=SpanKind.SERVER)
+        outcome: BaseException | None = None
+        finish: Finish | None = None
+        try:
+            with self._core.in_flight.request():
+                with use_span(root):
+                    job = await self._prepare(request, record, context)
+                    choices = Choices(self._core.pipeline, [[job]]).start()
+                async with choices:
+                    with self._core.in_flight.running(choices):
+                        while (item := await choices.next()) is not None:
+                            record.note(item.index, item.delta)
+                            finish = item.delta.finish
+                            if item.delta.text or item.delta.token_ids:
+                                yield _to_response(item.delta)
+        except BaseException as error:
+            outcome = error
+            raise
+        finally:
+            record.finish(outcome, root)
+            root.end()
+        assert finish is not None, "choices end with a finish or raise"
+        yield _finished(finish, job, record)
+
+    async def _prepare(
+        self, request: inference_pb2.GenerateRequest, record: RequestRecord, context: Context
+    ) -> Job:
+        catalog = self._core.catalog
+        model = await (catalog.get(request.model) if request.model else catalog.default())
+        record.model = model.name
+        deadline = Deadline(remaining_s(context, self._core.config.request_timeout_s))
+        groups = await self._core.pipeline.prepare(
+            record.request_id, _to_generation(request), model, deadline
+        )
+        record.serve(groups)
+        return groups[0][0]
+
+
+def _to_generation(request: inference_pb2.GenerateRequest) -> GenerationRequest:
+    # The pipeline fills in `max_tokens` once it knows what fits.
+    params = types_pb2.SamplingParams()
+    params.CopyFrom(request.sampling_params)
+    params.ClearField("max_tokens")
+    return GenerationRequest(
+        prompts=(_to_prompt(request),),
+        prompt_param=request.WhichOneof("input"),
+        sampling_params=params,
+        max_tokens=request.sampling_params.max_tokens or None,
+        stop=tuple(request.stop),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=not request.keep_special_tokens,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+    )
+
+
+def _to_prompt(request: inference_pb2.GenerateRequest) -> Prompt:
+    match request.WhichOneof("input"):
+        case "text" if request.text:
+            return TextPrompt(request.text)
+        case "chat":
+            return ChatPrompt(request.chat)
+        case "prompt_token_ids" if request.prompt_token_ids.token_ids:
+            return TokenPrompt(tuple(request.prompt_token_ids.token_ids))
+        case _:
+            raise InvalidRequest("the input is empty", param="input")
+
+
+def _operation(request: inference_pb2.GenerateRequest) -> str:
+    return "chat" if request.HasField("chat") else "text_completion"
+
+
+def _to_response(delta: Delta) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        delta=inference_pb2.GenerateDelta(
+            text=delta.text,
+            tokens=types_pb2.TokenChunk(token_ids=delta.token_ids, logprobs=delta.logprobs),
+        )
+    )
+
+
+def _finished(finish: Finish, job: Job, record: RequestRecord) -> inference_pb2.GenerateResponse:
+    counts = record.counts()
+    finished = inference_pb2.GenerateFinished(
+        finish_reason=finish.reason,
+        usage=types_pb2.Usage(
+            prompt_tokens=counts.prompt_tokens,
+            completion_tokens=counts.completion_tokens,
+            cached_tokens=counts.cached_tokens or 0,
+        ),
+        timings=[
+            types_pb2.StageTiming(stage=stage, duration_ms=duration_ms)
+            for stage, duration_ms in record.stages().items()
+        ],
+        prefill_worker_id=job.trace.prefill_worker_id,
+        decode_worker_id=job.trace.decode_worker_id,
+    )
+    if finish.stop_string is not None:
+        finished.stop_string = finish.stop_string
+    elif finish.stop_token_id is not None:
+        finished.stop_token_id = finish.stop_token_id
+    return inference_pb2.GenerateResponse(finished=finished)

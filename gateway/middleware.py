@@ -1,0 +1,102 @@
+"""What every HTTP request gets: an id, an answer, an end when its client leaves."""
+
+import asyncio
+import logging
+import re
+import uuid
+from contextlib import suppress
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.errors import to_answer
+from mesh.telemetry import request_id_var
+
+logger = logging.getLogger(__name__)
+
+_SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestIdMiddleware:
+    """Gives each request an id of its own and answers with the client's, if that is sane.
+
+    Clients reuse their ids, so ours alone goes into the mesh. Also the last resort:
+    no failure leaves here without an answer in OpenAI's form.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = uuid.uuid4().hex
+        request_id_var.set(request_id)
+        given = Headers(scope=scope).get("x-request-id", "")
+        answered_id = given if _SANE_ID.fullmatch(given) else request_id
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message)["x-request-id"] = answered_id
+            await send(message)
+
+        if answered_id != request_id:
+            logger.debug("request received", extra={"client_request_id": answered_id})
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            # Nobody is left to answer.
+            return
+        except Exception as error:
+            logger.exception("unhandled error")
+            if has_started:
+                # A cut connection is all that can still tell the client.
+                raise
+            answer = to_answer(error)
+            response = JSONResponse(answer.body, answer.status, answer.headers)
+            await response(scope, receive, send_with_id)
+
+
+class DisconnectMiddleware:
+    """Cancels the handler as soon as its client is gone, streaming or not.
+
+    Once the handler has read the body, the next message can only be the disconnect.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_body = asyncio.Event()
+
+        async def receive_body() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                has_body.set()
+            return message
+
+        async def disconnected() -> None:
+            await has_body.wait()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        handling = asyncio.ensure_future(self._app(scope, receive_body, send))
+        watching = asyncio.create_task(disconnected())
+        try:
+            await asyncio.wait({handling, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watching.cancel()
+            if not handling.done():
+                handling.cancel()
+            await asyncio.wait({handling, watching})
+        with suppress(asyncio.CancelledError):
+            await handling

@@ -1,0 +1,145 @@
+"""/v1/completions: its request and its answer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field
+
+from gateway.generation import Delta, GenerationRequest, Prompt, TextPrompt, TokenPrompt
+from gateway.openai.api import FINISH_REASONS, Api
+from gateway.openai.fields import GenerationFields
+from gateway.openai.logprobs import CompletionLogprobs
+from gateway.openai.unsupported import COMPLETIONS, refuse_unsupported
+from gateway.sampling import MAX_LOGPROBS
+from mesh.errors import InvalidRequest
+from mesh.v1 import tokenizer_pb2
+
+# What OpenAI and vLLM produce when a completion does not say how much it wants.
+_DEFAULT_MAX_TOKENS = 16
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+def _to_prompts(value: object) -> tuple[Prompt, ...]:
+    """Text, several texts, token ids, or several lists of token ids."""
+    if isinstance(value, str):
+        return (_text_prompt(value),)
+    if isinstance(value, list) and value:
+        kinds = set(map(type, value))
+        if kinds == {int}:
+            return (_token_prompt(value),)
+        if kinds == {str}:
+            return tuple(_text_prompt(text) for text in value)
+        if kinds == {list}:
+            return tuple(_token_prompt(ids) for ids in value)
+        raise _bad_prompt()
+    if value == []:
+        raise InvalidRequest("prompt should not be empty", param="prompt")
+    raise _bad_prompt()
+
+
+def _text_prompt(text: str) -> TextPrompt:
+    if not text:
+        raise InvalidRequest("prompt should not be empty", param="prompt")
+    return TextPrompt(text)
+
+
+def _token_prompt(token_ids: list[Any]) -> TokenPrompt:
+    if not token_ids:
+        raise InvalidRequest("prompt should not be empty", param="prompt")
+    if set(map(type, token_ids)) != {int}:
+        raise _bad_prompt()
+    if min(token_ids) < 0 or max(token_ids) > _MAX_TOKEN_ID:
+        raise InvalidRequest("prompt holds a number that is no token id", param="prompt")
+    return TokenPrompt(tuple(token_ids))
+
+
+def _bad_prompt() -> InvalidRequest:
+    return InvalidRequest(
+        "prompt should be a string, a list of strings, a list of token ids or a list of such lists",
+        param="prompt",
+    )
+
+
+Prompts = Annotated[Any, BeforeValidator(_to_prompts)]
+
+
+class CompletionRequest(GenerationFields):
+    """The body of a completion."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @classmethod
+    def parse(cls, payload: Mapping[str, Any]) -> Self:
+        refuse_unsupported(payload, COMPLETIONS)
+        return super().parse(payload)
+
+    def generation(self, model: tokenizer_pb2.ModelInfo) -> GenerationRequest:
+        sampling_params = self.sampling_params(model.default_sampling_params)
+        if self.logprobs is not None:
+            sampling_params.num_logprobs = self.logprobs
+        return self.request(
+            prompts=self.prompt,
+            prompt_param="prompt",
+            sampling_params=sampling_params,
+            default_max_tokens=_DEFAULT_MAX_TOKENS,
+        )
+
+    def choice(self, index: int) -> "CompletionChoice":
+        return CompletionChoice(index, self.logprobs)
+
+
+class CompletionChoice:
+    """One choice of a completion."""
+
+    def __init__(self, index: int, num_top: int | None) -> None:
+        self._index = index
+        self._logprobs = None if num_top is None else CompletionLogprobs(num_top)
+        self._text: list[str] = []
+        self._lists: dict[str, list[Any]] = {}
+        self._finish_reason: str | None = None
+
+    def chunks(self, delta: Delta) -> Sequence[dict[str, Any]]:
+        lists = self._take_logprobs(delta)
+        finish_reason = _finish_reason(delta)
+        if not delta.text and lists is None and finish_reason is None:
+            return []
+        return [self._chunk(delta.text, lists, finish_reason)]
+
+    def add(self, delta: Delta) -> None:
+        self._text.append(delta.text)
+        for name, values in (self._take_logprobs(delta) or {}).items():
+            self._lists.setdefault(name, []).extend(values)
+        self._finish_reason = _finish_reason(delta)
+
+    def answer(self) -> dict[str, Any]:
+        logprobs = None if self._logprobs is None else self._lists
+        return self._chunk("".join(self._text), logprobs, self._finish_reason)
+
+    def _take_logprobs(self, delta: Delta) -> dict[str, list[Any]] | None:
+        if self._logprobs is None or not delta.logprobs:
+            return None
+        return self._logprobs.lists(delta)
+
+    def _chunk(
+        self, text: str, logprobs: dict[str, list[Any]] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        return {
+            "index": self._index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+
+def _finish_reason(delta: Delta) -> str | None:
+    return None if delta.finish is None else FINISH_REASONS[delta.finish.reason]
+
+
+COMPLETIONS_API = Api(
+    operation="text_completion",
+    id_prefix="cmpl-",
+    answer_object="text_completion",
+    chunk_object="text_completion",
+    parse=CompletionRequest.parse,
+)

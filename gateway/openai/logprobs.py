@@ -1,0 +1,77 @@
+"""Log-probabilities in the two shapes of OpenAI's APIs."""
+
+import codecs
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.generation import Delta
+from mesh.v1 import types_pb2
+
+# JSON has no infinity: what OpenAI reports for a token that cannot occur.
+_IMPOSSIBLE = -9999.0
+
+
+def chat_logprobs(delta: Delta, num_top: int) -> list[dict[str, Any]]:
+    """One entry a token for `choices[].logprobs.content`."""
+    return [
+        {
+            **_described(token.token_id, token.logprob, delta.token_bytes),
+            "top_logprobs": [
+                _described(top.token_id, top.logprob, delta.token_bytes)
+                for top in token.top[:num_top]
+            ],
+        }
+        for token in delta.logprobs
+    ]
+
+
+class CompletionLogprobs:
+    """Builds the parallel lists of the completions API for one choice."""
+
+    def __init__(self, num_top: int) -> None:
+        self._num_top = num_top
+        self._num_chars = 0
+        # Characters may be split over tokens: an offset counts complete ones.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def lists(self, delta: Delta) -> dict[str, list[Any]]:
+        """The lists for the tokens of `delta`."""
+        made: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        for token in delta.logprobs:
+            raw = delta.token_bytes.get(token.token_id, b"")
+            made["tokens"].append(_text(raw))
+            made["token_logprobs"].append(_finite(token.logprob))
+            made["top_logprobs"].append(self._top(token, delta.token_bytes))
+            made["text_offset"].append(self._num_chars)
+            self._num_chars += len(self._decoder.decode(raw))
+        return made
+
+    def _top(
+        self, token: types_pb2.TokenLogprobs, token_bytes: Mapping[int, bytes]
+    ) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for candidate in token.top[: self._num_top]:
+            # Two tokens may read the same: the likelier one, which comes first, stays.
+            top.setdefault(
+                _text(token_bytes.get(candidate.token_id, b"")), _finite(candidate.logprob)
+            )
+        top.setdefault(_text(token_bytes.get(token.token_id, b"")), _finite(token.logprob))
+        return top
+
+
+def _described(token_id: int, logprob: float, token_bytes: Mapping[int, bytes]) -> dict[str, Any]:
+    raw = token_bytes.get(token_id, b"")
+    return {"token": _text(raw), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _IMPOSSIBLE)
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")

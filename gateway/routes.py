@@ -1,0 +1,96 @@
+"""The HTTP surface: every URL that the gateway answers."""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gateway.body import parse_object, read_body
+from gateway.core import Core
+from gateway.errors import OK, UNHEALTHY, envelope
+from gateway.generate_endpoint import GenerateEndpoint
+from gateway.generation import Deadline
+from gateway.openai.chat import CHAT_API
+from gateway.openai.completions import COMPLETIONS_API
+from gateway.openai.models import model_list, model_object
+from gateway.openai.tokenize import parse_detokenize, parse_tokenize, tokenize_answer
+from mesh import metrics
+from mesh.errors import InvalidRequest
+from mesh.v1 import tokenizer_pb2
+
+
+def build_routes(core: Core) -> list[Route]:
+    """All routes."""
+    plain = _PlainRoutes(core)
+    return [
+        Route("/v1/chat/completions", GenerateEndpoint(core, CHAT_API), methods=["POST"]),
+        Route("/v1/completions", GenerateEndpoint(core, COMPLETIONS_API), methods=["POST"]),
+        Route("/v1/models", plain.list_models, methods=["GET"]),
+        # Model names may hold slashes.
+        Route("/v1/models/{name:path}", plain.get_model, methods=["GET"]),
+        Route("/tokenize", plain.tokenize, methods=["POST"]),
+        Route("/detokenize", plain.detokenize, methods=["POST"]),
+        Route("/live", plain.live, methods=["GET"]),
+        Route("/health", plain.health, methods=["GET"]),
+        Route("/metrics", plain.metrics, methods=["GET"]),
+    ]
+
+
+class _PlainRoutes:
+    """Everything but generation."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def list_models(self, request: Request) -> Response:
+        return JSONResponse(model_list(await self._core.catalog.all()))
+
+    async def get_model(self, request: Request) -> Response:
+        return JSONResponse(model_object(await self._core.catalog.get(request.path_params["name"])))
+
+    async def tokenize(self, request: Request) -> Response:
+        parsed = parse_tokenize(await self._read_object(request))
+        model = await self._model(parsed.model)
+        deadline = Deadline(self._core.config.encode_timeout_s)
+        encoded = await self._core.tokenizer.encode(model.name, parsed.to_prompt(), deadline)
+        token_bytes = None
+        if parsed.return_token_strs:
+            decoded = await self._core.tokenizer.decode(
+                model.name, encoded.token_ids, deadline, return_token_bytes=True
+            )
+            token_bytes = decoded.token_bytes
+        return JSONResponse(tokenize_answer(encoded.token_ids, model, token_bytes))
+
+    async def detokenize(self, request: Request) -> Response:
+        parsed = parse_detokenize(await self._read_object(request))
+        model = await self._model(parsed.model)
+        if not all(token_id < model.vocab_size for token_id in parsed.tokens):
+            raise InvalidRequest(
+                f"tokens holds an id outside the vocabulary of {model.vocab_size}", param="tokens"
+            )
+        deadline = Deadline(self._core.config.encode_timeout_s)
+        decoded = await self._core.tokenizer.decode(model.name, parsed.tokens, deadline)
+        return JSONResponse({"prompt": decoded.text})
+
+    async def live(self, request: Request) -> Response:
+        """The process answers; whether the mesh does is `health`'s business."""
+        return JSONResponse({"status": "ok"})
+
+    async def health(self, request: Request) -> Response:
+        report = self._core.health.report()
+        if not report["problems"]:
+            return JSONResponse(report, OK)
+        error = envelope("; ".join(report["problems"]), type="service_unavailable_error")
+        return JSONResponse(report | error, UNHEALTHY)
+
+    async def metrics(self, request: Request) -> Response:
+        body, content_type = metrics.render()
+        return Response(body, media_type=content_type)
+
+    async def _read_object(self, request: Request) -> dict[str, object]:
+        body = await read_body(request.headers, request.receive, self._core.config.max_body_bytes)
+        return parse_object(body)
+
+    async def _model(self, name: str | None) -> tokenizer_pb2.ModelInfo:
+        if name is None:
+            return await self._core.catalog.default()
+        return await self._core.catalog.get(name)

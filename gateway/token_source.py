@@ -1,0 +1,300 @@
+"""Tokens from workers: prefill, decode, and what to do when one of them fails."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+
+from gateway.generation import Chunk, Finish, Job
+from mesh.client import Channels, mesh_errors
+from mesh.errors import (
+    InternalError,
+    KvLeaseExpired,
+    KvTransferFailed,
+    MeshError,
+    QueueFull,
+    WorkerUnavailable,
+)
+from mesh.interceptors import INTERNAL_MESSAGE
+from mesh.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    scheduler_pb2,
+    types_pb2,
+)
+
+logger = logging.getLogger(__name__)
+
+Response = TypeVar("Response")
+
+_RELEASE_TIMEOUT_S = 5.0
+# How long a resumed choice waits before it asks a full mesh again.
+_MAX_RETRY_DELAY_S = 1.0
+
+
+@dataclass
+class FirstToken:
+    """What prefill leaves behind."""
+
+    chunk: Chunk
+    # None: the sequence is over.
+    kv_handle: types_pb2.KvHandle | None
+    # A decode worker has pulled the blocks and given them back.
+    is_taken: bool = False
+
+
+class Workers:
+    """Calls to prefill and decode workers, wherever they are."""
+
+    def __init__(
+        self, channels: Channels, *, start_timeout_s: float, stall_timeout_s: float
+    ) -> None:
+        self._channels = channels
+        self._start_timeout_s = start_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._releases: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def prefill(self, job: Job, worker: scheduler_pb2.WorkerRef) -> AsyncIterator[FirstToken]:
+        """Compute the prompt; its KV is held until a decode worker has taken it over.
+
+        Leaving before that, by an exception or by closing, gives the KV back.
+        """
+        first = _first_token(await self._run_prefill(job, worker))
+        try:
+            yield first
+        finally:
+            if first.kv_handle is not None and not first.is_taken:
+                self._release(first.kv_handle)
+
+    async def decode(
+        self,
+        job: Job,
+        worker: scheduler_pb2.WorkerRef,
+        first: FirstToken | None = None,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Tokens until the sequence ends; the last chunk says why. Closing it aborts."""
+        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
+        call = stub.Decode(
+            decode_pb2.DecodeRequest(
+                request_id=job.request_id,
+                model=job.model,
+                prompt_token_ids=job.prompt_token_ids,
+                output_token_ids=job.output_token_ids,
+                sampling_params=job.sampling_params,
+                kv_handle=None if first is None else first.kv_handle,
+                cache_salt=job.request.cache_salt,
+            ),
+            timeout=job.deadline.remaining_s(),
+        )
+        try:
+            async with aclosing(self._chunks(call, job, worker)) as chunks:
+                async for chunk in chunks:
+                    if first is not None:
+                        first.is_taken = True
+                    yield chunk
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Wait for KV that is being given back."""
+        await asyncio.gather(*self._releases)
+
+    async def _run_prefill(
+        self, job: Job, worker: scheduler_pb2.WorkerRef
+    ) -> prefill_pb2.PrefillFinished:
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
+        call = stub.Prefill(
+            prefill_pb2.PrefillRequest(
+                request_id=job.request_id,
+                model=job.model,
+                prompt_token_ids=job.prompt_token_ids,
+                output_token_ids=job.output_token_ids,
+                sampling_params=job.sampling_params,
+                cache_salt=job.request.cache_salt,
+            ),
+            timeout=job.deadline.remaining_s(),
+        )
+        finished: prefill_pb2.PrefillFinished | None = None
+        timeout_s = self._start_timeout_s
+        try:
+            # To the end of the call: cancelled before it, the worker would keep nothing.
+            while (response := await _read(call, timeout_s, worker)) is not None:
+                timeout_s = self._stall_timeout_s
+                if response.HasField("finished"):
+                    finished = response.finished
+        except BaseException:
+            call.cancel()
+            if finished is not None and finished.HasField("kv_handle"):
+                self._release(finished.kv_handle)
+            raise
+        if finished is None or len(finished.first_token.token_ids) != 1:
+            raise WorkerUnavailable(f"{worker.worker_id} ended the prefill without a token")
+        job.trace.add_all(finished.timings)
+        if job.trace.num_cached_tokens is None:
+            job.trace.num_cached_tokens = finished.num_cached_tokens
+        return finished
+
+    async def _chunks(
+        self,
+        call: "grpc.aio.UnaryStreamCall[Any, decode_pb2.DecodeResponse]",
+        job: Job,
+        worker: scheduler_pb2.WorkerRef,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Hold back a token that may be the last one until it is known whether it is.
+
+        Its text depends on that. The worker's last word adds only numbers: if it
+        gets lost, the sequence is as complete as it would be with it.
+        """
+        timeout_s = self._start_timeout_s
+        held: Chunk | None = None
+        try:
+            while (response := await _read(call, timeout_s, worker)) is not None:
+                timeout_s = self._stall_timeout_s
+                if held is not None and response.HasField("tokens"):
+                    yield held
+                    held = None
+                if response.HasField("tokens"):
+                    chunk = Chunk(response.tokens.token_ids, response.tokens.logprobs)
+                    if job.ending(chunk.token_ids) is None:
+                        yield chunk
+                    else:
+                        held = chunk
+                elif response.HasField("finished"):
+                    _note(job, response.finished)
+                    yield _last_chunk(held, response.finished)
+                    return
+        except MeshError:
+            if held is None:
+                raise
+        if held is None:
+            raise WorkerUnavailable(f"{worker.worker_id} ended the stream before the sequence")
+        yield Chunk(held.token_ids, held.logprobs, job.ending(held.token_ids))
+
+    def _release(self, handle: types_pb2.KvHandle) -> None:
+        """Give a handle's blocks back, without keeping anyone waiting."""
+        task = asyncio.create_task(self._send_release(handle))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _send_release(self, handle: types_pb2.KvHandle) -> None:
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(handle.holder_address))
+        request = prefill_pb2.ReleaseKvRequest(handle_id=handle.handle_id)
+        try:
+            with mesh_errors():
+                await stub.ReleaseKv(request, timeout=_RELEASE_TIMEOUT_S)
+        except MeshError as error:
+            logger.warning(
+                "KV not released, its lease will expire",
+                extra={"handle_id": handle.handle_id, "error": str(error)},
+            )
+
+
+class Attempts:
+    """How often one choice may start again on other workers, and which it avoids."""
+
+    def __init__(self, job: Job, max_attempts: int) -> None:
+        self._job = job
+        self._max_attempts = max_attempts
+        self.excluded_worker_ids: set[str] = set()
+        # Whom to blame when a call fails; None while there is no placement.
+        self.worker_id: str | None = None
+        self._next()
+
+    async def after(self, error: MeshError) -> None:
+        """Get ready to go on after `error`, or raise it again."""
+        failed, self.worker_id = self.worker_id, None
+        if self._job.trace.num_attempts >= self._max_attempts:
+            raise error
+        if failed is not None:
+            self._leave(failed, error)
+        elif isinstance(error, QueueFull) and self._job.output_token_ids:
+            # The client has half an answer: wait with it instead of throwing it away.
+            await asyncio.sleep(min(error.retry_after_s or 1.0, _MAX_RETRY_DELAY_S))
+        elif isinstance(error, WorkerUnavailable) and self.excluded_worker_ids:
+            # Nobody else is there, but whoever failed may be back.
+            self.excluded_worker_ids.clear()
+        else:
+            raise error
+        logger.warning(
+            "request goes on elsewhere",
+            extra={
+                "error": type(error).__name__,
+                "reason": str(error),
+                "worker_id": failed,
+                "num_output_tokens": len(self._job.output_token_ids),
+            },
+        )
+        self._next()
+
+    def _leave(self, worker_id: str, error: MeshError) -> None:
+        if isinstance(error, WorkerUnavailable | QueueFull) or _is_transport_failure(error):
+            self.excluded_worker_ids.add(worker_id)
+        elif not isinstance(error, KvLeaseExpired | KvTransferFailed):
+            raise error
+
+    def _next(self) -> None:
+        self._job.trace.num_attempts += 1
+
+
+async def _read(
+    call: "grpc.aio.UnaryStreamCall[Any, Response]",
+    timeout_s: float,
+    worker: scheduler_pb2.WorkerRef,
+) -> Response | None:
+    """The next message, None at the end; a silent worker counts as lost."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            with mesh_errors():
+                response = await call.read()
+    except TimeoutError:
+        raise WorkerUnavailable(f"{worker.worker_id} was silent for {timeout_s:g} s") from None
+    return None if response is grpc.aio.EOF else response  # type: ignore[return-value]
+
+
+def _first_token(finished: prefill_pb2.PrefillFinished) -> FirstToken:
+    token = finished.first_token
+    if finished.HasField("finish_reason"):
+        finish = _finish(finished)
+        return FirstToken(Chunk(token.token_ids, token.logprobs, finish), None)
+    return FirstToken(Chunk(token.token_ids, token.logprobs), finished.kv_handle)
+
+
+def _last_chunk(held: Chunk | None, finished: decode_pb2.DecodeFinished) -> Chunk:
+    if held is None:
+        return Chunk((), (), _finish(finished))
+    return Chunk(held.token_ids, held.logprobs, _finish(finished))
+
+
+def _finish(finished: prefill_pb2.PrefillFinished | decode_pb2.DecodeFinished) -> Finish:
+    if finished.finish_reason == types_pb2.FINISH_REASON_UNSPECIFIED:
+        raise WorkerUnavailable("a worker ended a sequence without saying why")
+    return Finish(
+        finished.finish_reason,
+        stop_token_id=(
+            finished.matched_stop_token_id if finished.HasField("matched_stop_token_id") else None
+        ),
+    )
+
+
+def _note(job: Job, finished: decode_pb2.DecodeFinished) -> None:
+    job.trace.add_all(finished.timings)
+    if job.trace.num_cached_tokens is None:
+        job.trace.num_cached_tokens = finished.num_cached_tokens
+
+
+def _is_transport_failure(error: MeshError) -> bool:
+    """Whether gRPC broke the call: what a handler raises has details or a fixed text."""
+    cause = error.__cause__
+    return (
+        isinstance(error, InternalError)
+        and isinstance(cause, grpc.aio.AioRpcError)
+        and cause.details() != INTERNAL_MESSAGE
+        and not any(key == "grpc-status-details-bin" for key, _ in cause.trailing_metadata() or ())
+    )

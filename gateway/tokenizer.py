@@ -1,0 +1,110 @@
+"""The tokenizer service as the gateway uses it: models, prompts to ids, ids to text."""
+
+import time
+from collections.abc import Sequence
+
+import grpc
+
+from gateway.generation import ChatPrompt, Deadline, TextPrompt
+from mesh import metrics
+from mesh.client import mesh_errors
+from mesh.errors import MeshError, ModelNotFound
+from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+_LIST_TIMEOUT_S = 5.0
+# An unknown name may belong to a model that was just loaded; asking is bounded.
+_REFRESH_INTERVAL_S = 1.0
+
+
+class Tokenizer:
+    """Calls with deadlines; owns nothing."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, encode_timeout_s: float) -> None:
+        self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        self._encode_timeout_s = encode_timeout_s
+
+    async def list_models(
+        self, timeout_s: float = _LIST_TIMEOUT_S
+    ) -> list[tokenizer_pb2.ModelInfo]:
+        with mesh_errors():
+            response = await self._stub.ListModels(
+                tokenizer_pb2.ListModelsRequest(), timeout=timeout_s
+            )
+        return list(response.models)
+
+    async def encode(
+        self,
+        model: str,
+        prompt: TextPrompt | ChatPrompt,
+        deadline: Deadline,
+        bad_words: Sequence[str] = (),
+    ) -> tokenizer_pb2.EncodeResponse:
+        request = tokenizer_pb2.EncodeRequest(model=model, bad_words=bad_words)
+        if isinstance(prompt, TextPrompt):
+            request.text = prompt.text
+        else:
+            request.chat.CopyFrom(prompt.chat)
+        with mesh_errors():
+            return await self._stub.Encode(
+                request, timeout=deadline.remaining_s(self._encode_timeout_s)
+            )
+
+    async def decode(
+        self,
+        model: str,
+        token_ids: Sequence[int],
+        deadline: Deadline,
+        *,
+        return_token_bytes: bool = False,
+    ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
+        with mesh_errors():
+            return await self._stub.Decode(
+                tokenizer_pb2.TokenizerServiceDecodeRequest(
+                    model=model, token_ids=token_ids, return_token_bytes=return_token_bytes
+                ),
+                timeout=deadline.remaining_s(),
+            )
+
+
+class ModelCatalog:
+    """The models that are served, as last heard from the tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._models: dict[str, tokenizer_pb2.ModelInfo] = {}
+        self._refreshed_at = float("-inf")
+
+    async def get(self, name: str) -> tokenizer_pb2.ModelInfo:
+        """The model of exactly this name."""
+        if name not in self._models:
+            await self._refresh()
+        model = self._models.get(name)
+        if model is None:
+            raise ModelNotFound(f"The model {name[:200]!r} does not exist.", param="model")
+        return model
+
+    async def default(self) -> tokenizer_pb2.ModelInfo:
+        """The first model: for callers that name none."""
+        models = await self.all()
+        if not models:
+            raise ModelNotFound("No model is served.", param="model")
+        return models[0]
+
+    async def all(self) -> list[tokenizer_pb2.ModelInfo]:
+        await self._refresh()
+        return list(self._models.values())
+
+    async def _refresh(self) -> None:
+        if time.monotonic() - self._refreshed_at < _REFRESH_INTERVAL_S:
+            return
+        self._refreshed_at = time.monotonic()
+        try:
+            models = await self._tokenizer.list_models()
+        except MeshError:
+            # Unknown names are only refused by someone who knows the known ones.
+            self._refreshed_at = float("-inf")
+            if not self._models:
+                raise
+            return
+        self._models = {model.name: model for model in models}
+        metrics.MODELS.allow(*self._models)

@@ -1,0 +1,563 @@
+"""A mesh of scripted services on real sockets, one byte a token."""
+
+import asyncio
+import codecs
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import grpc
+
+from mesh.errors import InvalidRequest, MeshError, ModelNotFound, WorkerUnavailable
+from mesh.server import MeshServer
+from mesh.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    tokenizer_pb2,
+    tokenizer_pb2_grpc,
+    types_pb2,
+)
+
+MODEL = "byte-model"
+EOS = 256
+VOCAB_SIZE = 257
+WINDOW = 1000
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass
+class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """UTF-8 bytes as tokens; chat messages become `role: content` lines."""
+
+    # Set to hold Encode back.
+    encode_gate: asyncio.Event | None = None
+    # Raised by the next Detokenize call after so many answers.
+    break_after: int | None = None
+    # Answers every append from this one on with an error.
+    error_from: int | None = None
+    num_encodes: int = 0
+    num_calls: int = 0
+    num_open: int = 0
+    default_sampling_params: types_pb2.SamplingParams = field(
+        default_factory=types_pb2.SamplingParams
+    )
+    chats: list[tokenizer_pb2.Chat] = field(default_factory=list)
+    traceparents: list[str] = field(default_factory=list)
+
+    async def ListModels(
+        self, request: tokenizer_pb2.ListModelsRequest, context: Context
+    ) -> tokenizer_pb2.ListModelsResponse:
+        model = tokenizer_pb2.ModelInfo(
+            name=MODEL,
+            max_model_len=WINDOW,
+            vocab_size=VOCAB_SIZE,
+            eos_token_ids=[EOS],
+            has_chat_template=True,
+            default_sampling_params=self.default_sampling_params,
+            created_at_s=1,
+        )
+        return tokenizer_pb2.ListModelsResponse(models=[model])
+
+    async def Encode(
+        self, request: tokenizer_pb2.EncodeRequest, context: Context
+    ) -> tokenizer_pb2.EncodeResponse:
+        self.num_encodes += 1
+        if self.encode_gate is not None:
+            await self.encode_gate.wait()
+        if request.model != MODEL:
+            raise ModelNotFound("unknown")
+        text = request.text if request.WhichOneof("input") == "text" else self._render(request.chat)
+        if not text:
+            raise InvalidRequest("no tokens")
+        return tokenizer_pb2.EncodeResponse(
+            token_ids=text.encode(),
+            bad_words=[types_pb2.TokenSequence(token_ids=w.encode()) for w in request.bad_words],
+        )
+
+    async def Decode(
+        self, request: tokenizer_pb2.TokenizerServiceDecodeRequest, context: Context
+    ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
+        return tokenizer_pb2.TokenizerServiceDecodeResponse(
+            text=b"".join(map(token_bytes, request.token_ids)).decode("utf-8", "replace"),
+            token_bytes=map(token_bytes, request.token_ids) if request.return_token_bytes else (),
+        )
+
+    async def Detokenize(
+        self, request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest], context: Context
+    ) -> AsyncGenerator[tokenizer_pb2.DetokenizeResponse, None]:
+        self.num_calls += 1
+        sequences: dict[int, _Text] = {}
+        num_answers = 0
+        try:
+            async for request in request_iterator:
+                match request.WhichOneof("event"):
+                    case "open":
+                        sequences[request.sequence_id] = _Text(request.open)
+                        self.traceparents.append(request.open.traceparent)
+                        self.num_open += 1
+                    case "close":
+                        if sequences.pop(request.sequence_id, None) is not None:
+                            self.num_open -= 1
+                    case "append":
+                        num_answers += 1
+                        if self.break_after is not None and num_answers > self.break_after:
+                            self.break_after = None
+                            raise WorkerUnavailable("tokenizer restarts")
+                        response = self._append(sequences, request)
+                        if self.error_from is not None and num_answers >= self.error_from:
+                            response.error = "scripted"
+                        yield response
+        finally:
+            self.num_open -= len(sequences)
+
+    def _append(
+        self, sequences: dict[int, "_Text"], request: tokenizer_pb2.DetokenizeRequest
+    ) -> tokenizer_pb2.DetokenizeResponse:
+        response = sequences[request.sequence_id].append(request.append)
+        response.sequence_id = request.sequence_id
+        if request.append.is_last or response.HasField("matched_stop"):
+            del sequences[request.sequence_id]
+            self.num_open -= 1
+        return response
+
+    def _render(self, chat: tokenizer_pb2.Chat) -> str:
+        self.chats.append(chat)
+        messages = json.loads(chat.messages_json)
+        return "".join(f"{one['role']}: {one.get('content') or ''}\n" for one in messages)
+
+
+class _Text:
+    """Incremental text of one sequence, by the contract of the proto."""
+
+    def __init__(self, opened: tokenizer_pb2.DetokenizeRequest.Open) -> None:
+        self._options = opened
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self._num_tokens = 0
+
+    def append(
+        self, append: tokenizer_pb2.DetokenizeRequest.Append
+    ) -> tokenizer_pb2.DetokenizeResponse:
+        response = tokenizer_pb2.DetokenizeResponse(
+            token_bytes=map(token_bytes, append.describe_token_ids)
+        )
+        silent = len(append.token_ids) - 1 if append.ends_with_stop_token else None
+        for index, token_id in enumerate(append.token_ids):
+            self._num_tokens += 1
+            if index == silent or (token_id == EOS and self._options.skip_special_tokens):
+                continue
+            self._held += self._decoder.decode(token_bytes(token_id))
+            if self._match(response):
+                return response
+        if append.is_last:
+            response.text += self._held + self._decoder.decode(b"", final=True)
+            return response
+        keep = self._num_ambiguous()
+        ready = len(self._held) - keep
+        response.text += self._held[:ready]
+        self._held = self._held[ready:]
+        return response
+
+    def _match(self, response: tokenizer_pb2.DetokenizeResponse) -> bool:
+        for stop in self._options.stop:
+            at = self._held.find(stop)
+            if at >= 0 and self._num_tokens > self._options.min_tokens:
+                end = at + len(stop) if self._options.include_stop_str_in_output else at
+                response.text += self._held[:end]
+                response.matched_stop = stop
+                response.num_tokens = self._num_tokens
+                return True
+        return False
+
+    def _num_ambiguous(self) -> int:
+        """Characters at the end that could still become a stop string."""
+        return max(
+            (
+                size
+                for stop in self._options.stop
+                for size in range(1, len(stop))
+                if self._held.endswith(stop[:size])
+            ),
+            default=0,
+        )
+
+
+def token_bytes(token_id: int) -> bytes:
+    return bytes([token_id]) if token_id < EOS else b"<eos>"
+
+
+@dataclass
+class Fault:
+    """What goes wrong in the next calls of a worker."""
+
+    # Tokens that still come out of the call.
+    after: int = 0
+    error: MeshError | None = None
+    # Say nothing more, until cancelled.
+    hangs: bool = False
+    # End the stream without a finish; with neither, too.
+    num_calls: int = 1
+
+
+@dataclass
+class FakeModel:
+    """What every worker computes: the continuation of a prompt, the same everywhere."""
+
+    # By the prompt's text; a default for all others.
+    answers: dict[bytes, Sequence[int]] = field(default_factory=dict)
+    default: Sequence[int] = (*b"Hello, world!", EOS)
+
+    def next_token(self, prompt: Sequence[int], outputs: Sequence[int]) -> int:
+        answer = self.answers.get(bytes(token for token in prompt if token < EOS), self.default)
+        return answer[len(outputs)] if len(outputs) < len(answer) else ord(".")
+
+
+class _Worker:
+    """What prefill and decode workers have in common."""
+
+    def __init__(self, model: FakeModel, worker_id: str) -> None:
+        self.model = model
+        self.worker_id = worker_id
+        self.address = ""
+        self.faults: list[Fault] = []
+        # Set to let one token through; None lets all.
+        self.steps: asyncio.Semaphore | None = None
+        self.start_gate: asyncio.Event | None = None
+        self.num_active = 0
+        self.num_calls = 0
+        self.num_steps = 0
+        self.was_active = asyncio.Event()
+        self.is_idle = asyncio.Event()
+        self.deadlines_s: list[float | None] = []
+        self.metadata: list[dict[str, str]] = []
+
+    def enter(self, context: Context) -> None:
+        self.num_calls += 1
+        self.num_active += 1
+        self.was_active.set()
+        self.is_idle.clear()
+        self.deadlines_s.append(context.time_remaining())
+        self.metadata.append({k: str(v) for k, v in context.invocation_metadata() or ()})
+
+    def leave(self) -> None:
+        self.num_active -= 1
+        if self.num_active == 0:
+            self.is_idle.set()
+
+    async def step(self) -> None:
+        if self.steps is not None:
+            await self.steps.acquire()
+        self.num_steps += 1
+
+    def take_fault(self) -> Fault | None:
+        if not self.faults:
+            return None
+        fault = self.faults[0]
+        fault.num_calls -= 1
+        if fault.num_calls == 0:
+            self.faults.pop(0)
+        return fault
+
+
+async def act_out(fault: Fault) -> None:
+    """Raise, hang, or return to end the stream early."""
+    if fault.hangs:
+        await asyncio.Event().wait()
+    if fault.error is not None:
+        raise fault.error
+
+
+def ending(
+    params: types_pb2.SamplingParams, outputs: Sequence[int]
+) -> tuple["types_pb2.FinishReason.ValueType", int | None] | None:
+    last = outputs[-1]
+    if last in params.stop_token_ids or (last == EOS and not params.ignore_eos):
+        return types_pb2.FINISH_REASON_STOP, last
+    if len(outputs) >= params.max_tokens:
+        return types_pb2.FINISH_REASON_LENGTH, None
+    return None
+
+
+def chunk(token_id: int, params: types_pb2.SamplingParams) -> types_pb2.TokenChunk:
+    """One token; the alternatives are its neighbours in the vocabulary."""
+    made = types_pb2.TokenChunk(token_ids=[token_id])
+    if params.HasField("num_logprobs"):
+        top = [
+            types_pb2.TokenLogprobs.Candidate(token_id=(token_id + i) % EOS, logprob=-0.5 - i)
+            for i in range(params.num_logprobs)
+        ]
+        made.logprobs.append(types_pb2.TokenLogprobs(token_id=token_id, logprob=-0.5, top=top))
+    return made
+
+
+class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
+    """Computes at once; remembers which handles are held."""
+
+    def __init__(self, model: FakeModel, worker_id: str = "prefill-0") -> None:
+        super().__init__(model, worker_id)
+        self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.held: set[str] = set()
+        self.num_cached_tokens = 0
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Context
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
+        self.enter(context)
+        self.requests.append(request)
+        try:
+            if self.start_gate is not None:
+                await self.start_gate.wait()
+            yield prefill_pb2.PrefillResponse(
+                progress=prefill_pb2.PrefillProgress(
+                    num_computed_tokens=len(request.prompt_token_ids)
+                )
+            )
+            if (fault := self.take_fault()) is not None:
+                await act_out(fault)
+                return
+            await self.step()
+            yield prefill_pb2.PrefillResponse(finished=self._finish(request))
+        finally:
+            self.leave()
+
+    async def ReleaseKv(
+        self, request: prefill_pb2.ReleaseKvRequest, context: Context
+    ) -> prefill_pb2.ReleaseKvResponse:
+        was_live = request.handle_id in self.held
+        self.held.discard(request.handle_id)
+        return prefill_pb2.ReleaseKvResponse(was_live=was_live)
+
+    def _finish(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillFinished:
+        params, outputs = request.sampling_params, list(request.output_token_ids)
+        outputs.append(self.model.next_token(request.prompt_token_ids, outputs))
+        finished = prefill_pb2.PrefillFinished(
+            first_token=chunk(outputs[-1], params),
+            num_cached_tokens=self.num_cached_tokens,
+            timings=[
+                types_pb2.StageTiming(stage=types_pb2.STAGE_PREFILL_WAIT, duration_ms=0.25),
+                types_pb2.StageTiming(stage=types_pb2.STAGE_PREFILL_COMPUTE, duration_ms=2.0),
+            ],
+        )
+        ended = ending(params, outputs)
+        if ended is not None:
+            finished.finish_reason = ended[0]
+            if ended[1] is not None:
+                finished.matched_stop_token_id = ended[1]
+            return finished
+        handle_id = f"{self.worker_id}-{self.num_calls}"
+        self.held.add(handle_id)
+        finished.kv_handle.handle_id = handle_id
+        finished.kv_handle.holder_address = self.address
+        return finished
+
+
+class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
+    """Continues a prompt token by token; pulls nothing but releases what it was given."""
+
+    def __init__(self, model: FakeModel, prefill: FakePrefill, worker_id: str = "decode-0") -> None:
+        super().__init__(model, worker_id)
+        self.requests: list[decode_pb2.DecodeRequest] = []
+        self.num_cached_tokens = 0
+        self._prefill = prefill
+
+    async def Decode(
+        self, request: decode_pb2.DecodeRequest, context: Context
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        self.enter(context)
+        self.requests.append(request)
+        try:
+            async for response in self._decode(request):
+                yield response
+        finally:
+            self.leave()
+
+    async def _decode(
+        self, request: decode_pb2.DecodeRequest
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
+        if self.start_gate is not None:
+            await self.start_gate.wait()
+        fault = self.take_fault()
+        params, outputs = request.sampling_params, list(request.output_token_ids)
+        num_produced = 0
+        ended = None
+        while ended is None:
+            if fault is not None and num_produced == fault.after:
+                await act_out(fault)
+                return
+            if num_produced == 0 and request.HasField("kv_handle"):
+                self._prefill.held.discard(request.kv_handle.handle_id)
+            await self.step()
+            outputs.append(self.model.next_token(request.prompt_token_ids, outputs))
+            yield decode_pb2.DecodeResponse(tokens=chunk(outputs[-1], params))
+            num_produced += 1
+            ended = ending(params, outputs)
+        if fault is not None and num_produced == fault.after:
+            await act_out(fault)
+            return
+        yield decode_pb2.DecodeResponse(finished=self._finish(ended))
+
+    def _finish(
+        self, ended: tuple["types_pb2.FinishReason.ValueType", int | None]
+    ) -> decode_pb2.DecodeFinished:
+        finished = decode_pb2.DecodeFinished(
+            finish_reason=ended[0],
+            num_cached_tokens=self.num_cached_tokens,
+            timings=[
+                types_pb2.StageTiming(stage=types_pb2.STAGE_KV_TRANSFER, duration_ms=0.5),
+                types_pb2.StageTiming(stage=types_pb2.STAGE_DECODE_STEPS, duration_ms=4.0),
+            ],
+        )
+        if ended[1] is not None:
+            finished.matched_stop_token_id = ended[1]
+        return finished
+
+
+@dataclass
+class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Places on the first workers that are not excluded."""
+
+    prefills: list[FakePrefill] = field(default_factory=list)
+    decodes: list[FakeDecode] = field(default_factory=list)
+    local: bool = False
+    # Raised instead of placing.
+    error: MeshError | None = None
+    gate: asyncio.Event | None = None
+    num_open: int = 0
+    admits: list[scheduler_pb2.PlaceRequest.Admit] = field(default_factory=list)
+    num_prefill_done: int = 0
+    was_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    is_idle: asyncio.Event = field(default_factory=asyncio.Event)
+    loads: dict[str, types_pb2.EngineLoad] = field(default_factory=dict)
+    metadata: list[dict[str, str]] = field(default_factory=list)
+
+    async def Place(
+        self, request_iterator: AsyncIterator[scheduler_pb2.PlaceRequest], context: Context
+    ) -> AsyncGenerator[scheduler_pb2.PlaceResponse, None]:
+        self.num_open += 1
+        self.is_idle.clear()
+        self.metadata.append({k: str(v) for k, v in context.invocation_metadata() or ()})
+        try:
+            admit = (await anext(request_iterator)).admit
+            self.admits.append(admit)
+            self.was_asked.set()
+            if self.gate is not None:
+                await self.gate.wait()
+            if self.error is not None:
+                raise self.error
+            yield scheduler_pb2.PlaceResponse(placement=self._place(admit))
+            async for message in request_iterator:
+                self.num_prefill_done += message.HasField("prefill_done")
+        finally:
+            self.num_open -= 1
+            if self.num_open == 0:
+                self.is_idle.set()
+
+    async def GetState(
+        self, request: scheduler_pb2.GetStateRequest, context: Context
+    ) -> scheduler_pb2.GetStateResponse:
+        return scheduler_pb2.GetStateResponse(
+            workers=[
+                scheduler_pb2.WorkerState(
+                    worker_id=worker.worker_id,
+                    role=role,
+                    incarnation="1",
+                    load=self.loads.get(worker.worker_id),
+                )
+                for role, workers in (("prefill", self.prefills), ("decode", self.decodes))
+                for worker in workers
+            ]
+        )
+
+    def _place(self, admit: scheduler_pb2.PlaceRequest.Admit) -> scheduler_pb2.Placement:
+        excluded = set(admit.excluded_worker_ids)
+        decode = next((one for one in self.decodes if one.worker_id not in excluded), None)
+        prefill = next((one for one in self.prefills if one.worker_id not in excluded), None)
+        if decode is None:
+            raise WorkerUnavailable("no decode worker is alive")
+        placement = scheduler_pb2.Placement(
+            placement_id=f"p{len(self.admits)}",
+            mode=scheduler_pb2.PLACEMENT_MODE_LOCAL,
+            decode=scheduler_pb2.WorkerRef(worker_id=decode.worker_id, address=decode.address),
+        )
+        if prefill is not None and not self.local:
+            placement.mode = scheduler_pb2.PLACEMENT_MODE_DISAGGREGATED
+            placement.prefill.worker_id = prefill.worker_id
+            placement.prefill.address = prefill.address
+        return placement
+
+
+class FakeMesh:
+    """All services of a mesh, each behind its own server."""
+
+    def __init__(self, num_prefill: int = 1, num_decode: int = 2) -> None:
+        self.model = FakeModel()
+        self.tokenizer = FakeTokenizer()
+        self.prefills = [FakePrefill(self.model, f"prefill-{i}") for i in range(num_prefill)]
+        self.decodes = [
+            FakeDecode(self.model, self.prefills[0], f"decode-{i}") for i in range(num_decode)
+        ]
+        self.scheduler = FakeScheduler([*self.prefills], [*self.decodes])
+        self.tokenizer_address = ""
+        self.scheduler_address = ""
+        self._servers: dict[str, MeshServer] = {}
+        self._stack = AsyncExitStack()
+
+    @property
+    def prefill(self) -> FakePrefill:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> FakeDecode:
+        return self.decodes[0]
+
+    async def __aenter__(self) -> Self:
+        self.tokenizer_address = await self.start_tokenizer()
+        self.scheduler_address = await self._start(
+            "scheduler", scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, self.scheduler
+        )
+        for prefill in self.prefills:
+            prefill.address = await self._start(
+                prefill.worker_id, prefill_pb2_grpc.add_PrefillServiceServicer_to_server, prefill
+            )
+        for decode in self.decodes:
+            decode.address = await self._start(
+                decode.worker_id, decode_pb2_grpc.add_DecodeServiceServicer_to_server, decode
+            )
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for name in list(self._servers):
+            await self.kill(name)
+
+    async def start_tokenizer(self, address: str = "127.0.0.1:0") -> str:
+        return await self._start(
+            "tokenizer",
+            tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,
+            self.tokenizer,
+            address,
+        )
+
+    async def kill(self, name: str) -> None:
+        """Stop a server at once, cutting its calls."""
+        await self._servers.pop(name).stop(0)
+
+    async def quiet(self) -> None:
+        """Return when nothing runs and nothing is held; the tests' time limit is the bound."""
+        for worker in (*self.prefills, *self.decodes):
+            if worker.num_active:
+                await worker.is_idle.wait()
+        if self.scheduler.num_open:
+            await self.scheduler.is_idle.wait()
+
+    async def _start(self, name: str, add: Any, servicer: Any, address: str = "127.0.0.1:0") -> str:
+        server = MeshServer(address)
+        server.add(add, servicer, f"mesh.v1.{name}")
+        self._servers[name] = server
+        return await server.start()
