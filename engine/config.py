@@ -9,8 +9,12 @@ from typing import Any, Literal
 MIB = 1024 * 1024
 
 
-class ModelConfigError(Exception):
-    """A config.json that the engine cannot run; the message says what and where."""
+class ModelError(Exception):
+    """A model that the engine cannot run; the message says what and where."""
+
+
+class ModelConfigError(ModelError):
+    """config.json asks for something that the engine does not have."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, ModelError
 from engine.safetensors_file import SafetensorsError, map_tensors
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 DtypeName = Literal["auto", "float32", "bfloat16"]
 
 
-class LoadError(Exception):
-    """The model folder cannot be served; the message says what and where."""
+class LoadError(ModelError):
+    """A file of the model folder is missing, damaged or does not fit the others."""
 
 
 def load_weights(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, ModelError
 from engine.forward_batch import ForwardBatch
 from engine.kv_cache import KvCache
 from engine.layers.attention import PagedAttention, plan_attention
@@ -16,8 +16,8 @@ from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryEmbedding, Rotation
 
 
-class WeightsError(Exception):
-    """The weights do not fit config.json; the message names the tensor."""
+class WeightsError(ModelError):
+    """The weights do not fit config.json."""
 
 
 @dataclass(frozen=True)
