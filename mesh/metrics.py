@@ -212,7 +212,18 @@ KV_TRANSFER_DURATION = Histogram(
     "pdmesh.kv_transfer.duration", "s", "Time to move one request's blocks", _SECONDS
 )
 KV_TRANSFER_FAILURES = Counter(
-    "pdmesh.kv_transfer.failures", "{transfer}", "Transfers after which the prompt was recomputed"
+    "pdmesh.kv_transfer.failures",
+    "{transfer}",
+    "Transfers after which the prompt was recomputed",
+    {
+        "reason": Values(
+            "holder_unreachable",
+            "incomplete",
+            "layout_mismatch",
+            "lease_expired",
+            "pull_failed",
+        )
+    },
 )
 REDIS_ERRORS = Counter(
     "pdmesh.redis.errors",
