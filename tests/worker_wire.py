@@ -1,14 +1,29 @@
 """Workers' services on real loopback servers, with whatever engine the test gives them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
 
-from mesh.client import connect
+from decode_svc.generation import Generator
+from decode_svc.kv_import import KvImporter, KvImportLimits
+from decode_svc.service import DecodeServicer
+from mesh.client import Channels, connect
+from mesh.errors import InvalidRequest, KvLeaseExpired, MeshError
 from mesh.server import MeshServer
-from mesh.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
+from mesh.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    kv_transfer_pb2,
+    kv_transfer_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    types_pb2,
+)
 from prefill_svc.leases import LeaseTable
 from prefill_svc.service import Holder, PrefillServicer
 from worker.engine_port import EnginePort
@@ -96,3 +111,150 @@ def decode_request(
         sampling_params=params or sampling(),
         kv_handle=kv_handle,
     )
+
+
+class ScriptedHolder(prefill_pb2_grpc.PrefillServiceServicer):
+    """A prefill worker that only has leases, which are as live as the test says."""
+
+    def __init__(self) -> None:
+        self.was_live = True
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.released: list[str] = []
+        self.renewed: asyncio.Queue[str] = asyncio.Queue()
+        self.lease_s = 30.0
+        self.is_expired = False
+
+    def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> Any:
+        raise InvalidRequest("this worker only holds")
+
+    async def RenewKv(
+        self, request: prefill_pb2.RenewKvRequest, context: Any
+    ) -> prefill_pb2.RenewKvResponse:
+        self.renewed.put_nowait(request.handle_id)
+        if self.is_expired:
+            raise KvLeaseExpired("over")
+        return prefill_pb2.RenewKvResponse(lease_expires_at=after(self.lease_s))
+
+    async def ReleaseKv(
+        self, request: prefill_pb2.ReleaseKvRequest, context: Any
+    ) -> prefill_pb2.ReleaseKvResponse:
+        await self.answers.wait()
+        self.released.append(request.handle_id)
+        return prefill_pb2.ReleaseKvResponse(was_live=self.was_live)
+
+    async def GetLoad(
+        self, request: prefill_pb2.PrefillServiceGetLoadRequest, context: Any
+    ) -> prefill_pb2.PrefillServiceGetLoadResponse:
+        return prefill_pb2.PrefillServiceGetLoadResponse()
+
+
+class ScriptedAgent(kv_transfer_pb2_grpc.KvTransferServiceServicer):
+    """A transfer agent that moves nothing, when the test lets it."""
+
+    def __init__(self) -> None:
+        self.pulls: asyncio.Queue[kv_transfer_pb2.PullRequest] = asyncio.Queue()
+        self.may_finish = asyncio.Event()
+        self.may_finish.set()
+        self.error: MeshError | None = None
+        self.num_active_pulls = 0
+        self.attached: asyncio.Queue[kv_transfer_pb2.AttachSegmentRequest] = asyncio.Queue()
+        self.may_detach = asyncio.Event()
+
+    async def AttachSegment(
+        self, request: kv_transfer_pb2.AttachSegmentRequest, context: Any
+    ) -> AsyncGenerator[kv_transfer_pb2.AttachSegmentResponse, None]:
+        if self.error is not None:
+            raise self.error
+        self.attached.put_nowait(request)
+        yield kv_transfer_pb2.AttachSegmentResponse()
+        await self.may_detach.wait()
+
+    async def Pull(
+        self, request: kv_transfer_pb2.PullRequest, context: Any
+    ) -> kv_transfer_pb2.PullResponse:
+        self.num_active_pulls += 1
+        copying = asyncio.create_task(self._copy())
+        self.pulls.put_nowait(request)
+        # As the contract says: a copy in flight outlives the call that was cancelled.
+        await asyncio.shield(copying)
+        if self.error is not None:
+            raise self.error
+        return kv_transfer_pb2.PullResponse(payload_bytes=100 * len(request.source_block_ids))
+
+    async def GetStats(
+        self, request: kv_transfer_pb2.GetStatsRequest, context: Any
+    ) -> kv_transfer_pb2.GetStatsResponse:
+        return kv_transfer_pb2.GetStatsResponse(num_active_pulls=self.num_active_pulls)
+
+    async def _copy(self) -> None:
+        await self.may_finish.wait()
+        self.num_active_pulls -= 1
+
+
+class DecodeRig:
+    """A DecodeService over an engine, with a scripted prefill worker and transfer agent."""
+
+    def __init__(self, engine: EnginePort, limits: KvImportLimits | None = None) -> None:
+        self.server = MeshServer()
+        self.streams = ActiveStreams()
+        self.channels = Channels()
+        self.holder = ScriptedHolder()
+        self.agent = ScriptedAgent()
+        self.holder_server = MeshServer()
+        self.agent_server = MeshServer()
+        self.importer = KvImporter(
+            engine,
+            self.channels,
+            engine_id="e-decode",
+            layout_fingerprint="f1",
+            block_size=4,
+            limits=limits or KvImportLimits(),
+        )
+        self.server.add(
+            decode_pb2_grpc.add_DecodeServiceServicer_to_server,
+            DecodeServicer(MODEL, engine, Generator(engine, self.streams, self.importer)),
+            "mesh.v1.DecodeService",
+        )
+        self.holder_server.add(
+            prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
+            self.holder,
+            "mesh.v1.PrefillService",
+        )
+        self.agent_server.add(
+            kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
+            self.agent,
+            "mesh.v1.KvTransferService",
+        )
+
+    def handle(
+        self, num_tokens: int, *block_ids: int, layout_fingerprint: str = "f1"
+    ) -> types_pb2.KvHandle:
+        return types_pb2.KvHandle(
+            handle_id="h1",
+            engine_id="e-prefill",
+            block_ids=block_ids,
+            num_tokens=num_tokens,
+            lease_expires_at=after(self.holder.lease_s),
+            holder_address=self.holder_server.address,
+            transfer_address=self.agent_server.address,
+            layout_fingerprint=layout_fingerprint,
+        )
+
+
+@asynccontextmanager
+async def decode_stub(rig: DecodeRig) -> AsyncIterator["decode_pb2_grpc.DecodeServiceAsyncStub"]:
+    async with (
+        serving(rig.holder_server),
+        serving(rig.agent_server),
+        rig.channels,
+        rig.importer,
+        serving(rig.server) as channel,
+    ):
+        yield decode_pb2_grpc.DecodeServiceStub(channel)
+
+
+def after(delay_s: float) -> Timestamp:
+    timestamp = Timestamp()
+    timestamp.FromNanoseconds(time.time_ns() + int(delay_s * 1e9))
+    return timestamp

