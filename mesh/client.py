@@ -14,6 +14,17 @@ from mesh.telemetry import request_id_var, trace_headers
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
+# A peer that stops answering (frozen, cut off) is noticed within 6 s, calls or no calls.
+# gRPC's own threads answer pings, so a busy interpreter does not look dead.
+KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 3_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    # Counts for gRPC's bandwidth pings, which otherwise hold the keepalive back for 60 s.
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
 # gRPC rounds timeouts up, by as much as 1 %: without this they would grow from hop to hop.
 _ROUNDING = 0.99
 
@@ -126,11 +137,7 @@ def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
-        # A peer that stops answering (frozen, cut off) is noticed within 10 s.
-        ("grpc.keepalive_time_ms", 5_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
+        *KEEPALIVE_OPTIONS,
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 1_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),

@@ -69,7 +69,9 @@ class CircuitBreaker:
 
     def failed(self, error: Exception) -> None:
         if self._closed_again_at is None:
-            logger.warning("Redis does not answer; going on without it", exc_info=error)
+            logger.warning(
+                "Redis does not answer; going on without it", extra={"error": repr(error)}
+            )
         self._closed_again_at = self._clock() + self._cooldown_s
 
 
@@ -127,8 +129,9 @@ class MeshRedis(redis.asyncio.Redis):
         else:
             # It answered, if only to refuse: no reason to stop asking.
             self.breaker.succeeded()
-        if kind in ("readonly", "noauth", "moved"):
-            # The primary or our rights have moved: connect and resolve anew next time.
+        if kind not in ("loading", "out_of_memory", "other"):
+            # The server, the primary or our rights have moved, or idle connections are
+            # as dead as this one: connect and resolve anew next time.
             await self.connection_pool.disconnect(inuse_connections=False)
 
 
@@ -139,9 +142,10 @@ class _MeshPipeline(Pipeline):
         super().__init__(client.connection_pool, client.response_callbacks, transaction, shard_hint)
         self._client = client
 
+    async def immediate_execute_command(self, *args: Any, **options: Any) -> Any:
+        raise RedisError("WATCH is not supported: use a Lua script")
+
     async def execute(self, raise_on_error: bool = True) -> list[Any]:
-        if self.watching or self.explicit_transaction:
-            raise RedisError("WATCH is not supported: use a Lua script")
         # The commands move to an object that nobody else resets while it runs.
         detached = Pipeline(
             self.connection_pool, self.response_callbacks, self.is_transaction, self.shard_hint

@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from mesh.client import DEFAULT_MAX_MESSAGE_BYTES
+from mesh.client import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_OPTIONS
 from mesh.interceptors import CallInterceptor
 
 logger = logging.getLogger(__name__)
@@ -185,12 +185,9 @@ def _options(max_message_bytes: int) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", max_message_bytes),
         # Two processes on one port would each get half of the calls.
         ("grpc.so_reuseport", 0),
-        # Clients ping every 5 s; the default calls that abuse and hangs up.
-        ("grpc.http2.min_ping_interval_without_data_ms", 2_000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),
-        # A caller that is cut off is noticed, and its calls are cancelled.
-        ("grpc.keepalive_time_ms", 5_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
+        # Clients ping every 3 s; the default calls that abuse and hangs up.
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+        # A caller that is cut off is noticed too, and its calls are cancelled.
+        *KEEPALIVE_OPTIONS,
     ]

@@ -30,6 +30,7 @@ class RedisProxy:
         self.num_connections = 0
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._dead: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -47,6 +48,10 @@ class RedisProxy:
     def url(self) -> str:
         assert self._server is not None
         return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
+
+    def deaden(self) -> None:
+        """Swallow all that comes through today's connections, and serve new ones."""
+        self._dead |= self._writers
 
     def cut(self) -> None:
         """Close every connection."""
@@ -77,7 +82,7 @@ class RedisProxy:
     ) -> None:
         try:
             while data := await reader.read(65536):
-                if self.is_black_hole:
+                if self.is_black_hole or writer in self._dead:
                     continue
                 if is_reply and self.reply_delay_s:
                     await asyncio.sleep(self.reply_delay_s)

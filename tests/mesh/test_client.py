@@ -1,4 +1,6 @@
 import asyncio
+import signal
+import sys
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -110,6 +112,46 @@ async def test_a_silent_server_costs_the_deadline_and_no_more() -> None:
             await stub.unary_unary(b"", timeout=0.2)
 
     assert 0.15 < time.monotonic() - started < 1
+
+
+FROZEN = """
+import asyncio
+from tests.mesh.echo import NAME, add_echo
+from mesh.server import MeshServer
+
+async def stream(request, context):
+    yield b"first"
+    await asyncio.Event().wait()
+
+async def main():
+    server = MeshServer()
+    server.add(lambda servicer, grpc_server: add_echo(servicer, grpc_server),
+               {"UnaryStream": stream}, NAME)
+    print(await server.start(), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+# GR-06, KV-19
+async def test_a_frozen_server_is_noticed_within_seconds_without_a_deadline() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FROZEN, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    channel = connect((await process.stdout.readline()).decode().strip())
+    call = EchoStub(channel).unary_stream(b"")
+    assert await call.read() == b"first"
+
+    process.send_signal(signal.SIGSTOP)
+
+    async with asyncio.timeout(8):
+        with pytest.raises(WorkerUnavailable), mesh_errors():
+            await call.read()
+    process.kill()
+    await process.wait()
+    await channel.close()
 
 
 async def test_nobody_at_the_address_is_worker_unavailable_in_bounded_time() -> None:

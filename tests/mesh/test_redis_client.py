@@ -136,6 +136,29 @@ async def test_commands_work_again_after_the_silence_without_a_restart(
 
 
 # RD-03
+async def test_idle_connections_that_died_silently_cost_one_timeout_together(
+    proxied: MeshRedis, redis_proxy: RedisProxy
+) -> None:
+    redis_proxy.reply_delay_s = 0.01
+    await asyncio.gather(*(proxied.set("key", "value") for _ in range(10)))
+    redis_proxy.reply_delay_s = 0
+
+    redis_proxy.deaden()
+    with pytest.raises(TimeoutError):
+        await proxied.get("key")
+    await asyncio.sleep(0.25)
+
+    assert await proxied.get("key") == b"value"
+    assert await asyncio.gather(*(proxied.get("key") for _ in range(10))) == [b"value"] * 10
+
+
+async def test_watching_a_key_is_refused(proxied: MeshRedis) -> None:
+    async with proxied.pipeline() as pipeline:
+        with pytest.raises(RedisError, match="Lua"):
+            await pipeline.watch("key")
+
+
+# RD-03
 async def test_server_that_starts_later_is_found() -> None:
     with running_valkey() as server:
         port = server.port
