@@ -90,7 +90,8 @@ def _exporting_to(otlp_endpoint: str) -> "SpanProcessor":
             # The SDK's own shutdown waits up to 30 s for a collector that is gone.
             self._batch_processor.shutdown(_SHUTDOWN_TIMEOUT_MS)
 
-    insecure = not otlp_endpoint.startswith("https://")
+    # Without a scheme, OTEL_EXPORTER_OTLP_INSECURE decides.
+    insecure = True if otlp_endpoint.startswith("http://") else None
     return BoundedSpanProcessor(OTLPSpanExporter(endpoint=otlp_endpoint, insecure=insecure))
 
 
