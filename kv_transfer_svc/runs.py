@@ -39,7 +39,9 @@ def to_runs(
     destinations = np.asarray(destination_ids, dtype=np.int64)
     _check_range(sources, num_source_blocks, "source")
     _check_range(destinations, num_destination_blocks, "destination")
-    if len(np.unique(destinations)) != len(destinations):
+    is_destination = np.zeros(num_destination_blocks, dtype=np.bool_)
+    is_destination[destinations] = True
+    if int(is_destination.sum()) != len(destinations):
         raise InvalidRequest("a destination block is named twice")
     breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(destinations) != 1)) + 1
     starts = [0, *breaks.tolist()]

@@ -1,0 +1,33 @@
+"""What the transfer agent's tests stand on: segment files in shared memory."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kv_transfer_svc.segments import SegmentSpec
+
+MakeSegment = Callable[..., SegmentSpec]
+
+
+@pytest.fixture
+def make_segment() -> Iterator[MakeSegment]:
+    """Makes segment files whose bytes are random and differ between engines."""
+    paths: list[Path] = []
+
+    def make(
+        engine_id: str, num_blocks: int = 16, block_bytes: int = 5000, fingerprint: str = "f1"
+    ) -> SegmentSpec:
+        path = Path(f"/dev/shm/pdmesh-test-{os.getpid()}-{engine_id}")
+        paths.append(path)
+        num_bytes = num_blocks * block_bytes
+        # A prime number of bytes, again and again: no two blocks are equal.
+        pattern = np.random.default_rng(len(paths)).bytes(1_000_003)
+        path.write_bytes((pattern * (num_bytes // len(pattern) + 1))[:num_bytes])
+        return SegmentSpec(engine_id, str(path), block_bytes, num_blocks, fingerprint)
+
+    yield make
+    for path in paths:
+        path.unlink()
