@@ -183,7 +183,7 @@ class Placement(_message.Message):
     """How the request is served."""
     reason: _builtins.str
     """Why this mode, one of a fixed set: "isl_bounding", "prefill_remote",
-    "no_prefill_worker".
+    "no_prefill_worker", "forced".
     """
     @_builtins.property
     def prefill(self) -> Global___WorkerRef:
