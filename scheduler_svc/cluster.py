@@ -13,6 +13,8 @@ from scheduler_svc.workers import ActiveLoad, Role, WorkerView
 
 logger = logging.getLogger(__name__)
 
+_ROLES = frozenset(role.value for role in Role)
+
 
 class WorkerSource(Protocol):
     """The part of `mesh.registry.WorkerRegistry` that the scheduler reads."""
@@ -91,7 +93,8 @@ class Cluster:
 
     def _answered(self, listed: list[RegisteredWorker]) -> None:
         now = self._clock()
-        current = {worker.record.worker_id: worker for worker in listed}
+        # A role that this version does not know is somebody else's to use.
+        current = {one.record.worker_id: one for one in listed if one.record.role in _ROLES}
         has_vanished = bool(self._workers) and not current and self._recovering_until is None
         if self._is_out or has_vanished:
             self._recovering_until = now + self._recovery_s

@@ -54,6 +54,15 @@ async def test_worker_whose_record_is_gone_is_gone() -> None:
     assert ids(cluster) == ["d1"]
 
 
+async def test_worker_of_an_unknown_role_is_left_alone() -> None:
+    registry = PaperRegistry(registered("d0"), registered("e0", role="encode"))  # type: ignore[arg-type]
+    cluster = make_cluster(registry, FakeClock())
+
+    await cluster.refresh()
+
+    assert ids(cluster) == ["d0"]
+
+
 async def test_new_incarnation_replaces_the_old_one() -> None:
     # KV-23
     registry = PaperRegistry(registered("d0"))
