@@ -39,6 +39,7 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
         channels = await stack.enter_async_context(Channels())
 
         tokenizer = Tokenizer(tokenizer_channel, encode_timeout_s=config.encode_timeout_s)
+        catalog = ModelCatalog(tokenizer)
         scheduler = Scheduler(scheduler_channel, queue_timeout_s=config.queue_timeout_s)
         workers = Workers(
             channels,
@@ -49,7 +50,7 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
         detokenizer = await stack.enter_async_context(Detokenizer(tokenizer_channel))
         health = await stack.enter_async_context(
             HealthMonitor(
-                tokenizer,
+                catalog,
                 scheduler,
                 interval_s=config.health_interval_s,
                 stall_s=config.health_stall_s,
@@ -60,7 +61,7 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
         yield Core(
             config=config,
             tokenizer=tokenizer,
-            catalog=ModelCatalog(tokenizer),
+            catalog=catalog,
             pipeline=Pipeline(
                 tokenizer,
                 scheduler,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from gateway.placement import Scheduler
-from gateway.tokenizer import Tokenizer
+from gateway.tokenizer import ModelCatalog
 from mesh.errors import MeshError
 from mesh.v1 import scheduler_pb2
 
@@ -22,9 +22,9 @@ class HealthMonitor:
     """Asks tokenizer and scheduler regularly and remembers who has stopped stepping."""
 
     def __init__(
-        self, tokenizer: Tokenizer, scheduler: Scheduler, *, interval_s: float, stall_s: float
+        self, catalog: ModelCatalog, scheduler: Scheduler, *, interval_s: float, stall_s: float
     ) -> None:
-        self._tokenizer = tokenizer
+        self._catalog = catalog
         self._scheduler = scheduler
         self._interval_s = interval_s
         self._stalls = StallDetector(stall_s)
@@ -85,10 +85,11 @@ class HealthMonitor:
 
     async def _check_tokenizer(self) -> list[str]:
         try:
-            models = await self._tokenizer.list_models(_CHECK_TIMEOUT_S)
+            # Keeps what the gateway knows of the models fresh, too.
+            await self._catalog.refresh(_CHECK_TIMEOUT_S)
         except MeshError as error:
             return [f"tokenizer: {error.reason}"]
-        return [] if models else ["tokenizer: no model is loaded"]
+        return [] if await self._catalog.all() else ["tokenizer: no model is loaded"]
 
     async def _check_scheduler(self) -> list[str]:
         try:

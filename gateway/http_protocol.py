@@ -1,6 +1,7 @@
 """HTTP/1.1 connections: uvicorn's, with bounds on heads and on unread answers."""
 
 import asyncio
+import uuid
 from http import HTTPStatus
 from typing import Any
 
@@ -8,6 +9,9 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.errors import HEADERS_TOO_LARGE, INVALID_HTTP, envelope
+
+# How long a refused client may go on sending.
+_LINGER_S = 1.0
 
 
 def http_protocol(*, max_header_bytes: int, client_timeout_s: float) -> type[HttpToolsProtocol]:
@@ -25,9 +29,12 @@ class _Protocol(HttpToolsProtocol):
     _client_timeout_s: float
     _num_header_bytes = 0
     _is_in_head = True
+    _is_refused = False
     _cutting: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         if not self._is_in_head:
             self._num_header_bytes = 0
@@ -35,7 +42,7 @@ class _Protocol(HttpToolsProtocol):
         # All of it came after the last complete head. The read that completes a
         # head is bounded by the socket's buffer.
         self._num_header_bytes += len(data)
-        if self._num_header_bytes > self._max_header_bytes and not self.transport.is_closing():
+        if self._num_header_bytes > self._max_header_bytes:
             self._refuse(
                 HEADERS_TOO_LARGE, f"the head exceeds the limit of {self._max_header_bytes} bytes"
             )
@@ -70,14 +77,26 @@ class _Protocol(HttpToolsProtocol):
             self._cutting = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what never became a request, and hang up."""
+        """Answer what never became a request, and hang up.
+
+        What the client still sends is read and dropped for a while: closing at once
+        would reset the connection before the client has read the answer.
+        """
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._is_refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         body: dict[str, Any] = envelope(message)
         payload = orjson.dumps(body)
         self.transport.write(
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
             "content-type: application/json\r\n"
             f"content-length: {len(payload)}\r\n"
+            f"x-request-id: {uuid.uuid4().hex}\r\n"
             "connection: close\r\n\r\n".encode()
             + payload
         )
-        self.transport.close()
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.close)

@@ -77,7 +77,7 @@ class ModelCatalog:
     async def get(self, name: str) -> tokenizer_pb2.ModelInfo:
         """The model of exactly this name."""
         if name not in self._models:
-            await self._refresh()
+            await self._refresh_if_old()
         model = self._models.get(name)
         if model is None:
             raise ModelNotFound(f"The model {name[:200]!r} does not exist.", param="model")
@@ -91,20 +91,22 @@ class ModelCatalog:
         return models[0]
 
     async def all(self) -> list[tokenizer_pb2.ModelInfo]:
-        await self._refresh()
+        await self._refresh_if_old()
         return list(self._models.values())
 
-    async def _refresh(self) -> None:
+    async def refresh(self, timeout_s: float = _LIST_TIMEOUT_S) -> None:
+        """Ask the tokenizer; what was known stays known when it does not answer."""
+        models = await self._tokenizer.list_models(timeout_s)
+        self._models = {model.name: model for model in models}
+        self._refreshed_at = time.monotonic()
+        metrics.MODELS.allow(*self._models)
+
+    async def _refresh_if_old(self) -> None:
         if time.monotonic() - self._refreshed_at < _REFRESH_INTERVAL_S:
             return
-        self._refreshed_at = time.monotonic()
         try:
-            models = await self._tokenizer.list_models()
+            await self.refresh()
         except MeshError:
-            # Unknown names are only refused by someone who knows the known ones.
-            self._refreshed_at = float("-inf")
+            # A name is only unknown to someone who knows the known ones.
             if not self._models:
                 raise
-            return
-        self._models = {model.name: model for model in models}
-        metrics.MODELS.allow(*self._models)

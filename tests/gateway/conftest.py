@@ -1,36 +1,55 @@
-"""A gateway in front of a scripted mesh, on real sockets."""
+"""A gateway in front of a scripted mesh, on real sockets; one for each module."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
+import pytest_asyncio
+from pytest_asyncio import is_async_test
 
 from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, run_gateway
 
 
-@pytest.fixture
-async def mesh() -> AsyncIterator[FakeMesh]:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the async tests of this folder on the loop that their gateway lives on."""
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents and is_async_test(item):
+            item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_mesh() -> AsyncIterator[FakeMesh]:
     async with FakeMesh() as fake:
         yield fake
 
 
-@pytest.fixture
-async def gateway(mesh: FakeMesh) -> AsyncIterator[RunningGateway]:
-    async with run_gateway(mesh) as running:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(shared_mesh: FakeMesh) -> AsyncIterator[RunningGateway]:
+    async with run_gateway(shared_mesh) as running:
         yield running
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http(gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
         yield client
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(gateway: RunningGateway) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(
         base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=20
     ) as made:
         yield made
+
+
+@pytest.fixture
+def mesh(shared_mesh: FakeMesh) -> Iterator[FakeMesh]:
+    """The shared mesh without a script; nothing may be left running or held."""
+    shared_mesh.reset()
+    yield shared_mesh
+    shared_mesh.reset()

@@ -226,15 +226,20 @@ class _Worker:
         self.model = model
         self.worker_id = worker_id
         self.address = ""
+        self.num_active = 0
+        self.num_handles = 0
+        self.is_idle = asyncio.Event()
+        self.reset()
+
+    def reset(self) -> None:
         self.faults: list[Fault] = []
-        # Set to let one token through; None lets all.
+        # Released to let one token through; None lets all.
         self.steps: asyncio.Semaphore | None = None
         self.start_gate: asyncio.Event | None = None
-        self.num_active = 0
+        self.num_cached_tokens = 0
         self.num_calls = 0
         self.num_steps = 0
         self.was_active = asyncio.Event()
-        self.is_idle = asyncio.Event()
         self.deadlines_s: list[float | None] = []
         self.metadata: list[dict[str, str]] = []
 
@@ -302,9 +307,11 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
 
     def __init__(self, model: FakeModel, worker_id: str = "prefill-0") -> None:
         super().__init__(model, worker_id)
-        self.requests: list[prefill_pb2.PrefillRequest] = []
         self.held: set[str] = set()
-        self.num_cached_tokens = 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.requests: list[prefill_pb2.PrefillRequest] = []
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
@@ -334,6 +341,16 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
         self.held.discard(request.handle_id)
         return prefill_pb2.ReleaseKvResponse(was_live=was_live)
 
+    async def RenewKv(
+        self, request: prefill_pb2.RenewKvRequest, context: Context
+    ) -> prefill_pb2.RenewKvResponse:
+        return prefill_pb2.RenewKvResponse()
+
+    async def GetLoad(
+        self, request: prefill_pb2.PrefillServiceGetLoadRequest, context: Context
+    ) -> prefill_pb2.PrefillServiceGetLoadResponse:
+        return prefill_pb2.PrefillServiceGetLoadResponse()
+
     def _finish(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillFinished:
         params, outputs = request.sampling_params, list(request.output_token_ids)
         outputs.append(self.model.next_token(request.prompt_token_ids, outputs))
@@ -351,7 +368,8 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
             if ended[1] is not None:
                 finished.matched_stop_token_id = ended[1]
             return finished
-        handle_id = f"{self.worker_id}-{self.num_calls}"
+        self.num_handles += 1
+        handle_id = f"{self.worker_id}-{self.num_handles}"
         self.held.add(handle_id)
         finished.kv_handle.handle_id = handle_id
         finished.kv_handle.holder_address = self.address
@@ -363,9 +381,11 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
 
     def __init__(self, model: FakeModel, prefill: FakePrefill, worker_id: str = "decode-0") -> None:
         super().__init__(model, worker_id)
-        self.requests: list[decode_pb2.DecodeRequest] = []
-        self.num_cached_tokens = 0
         self._prefill = prefill
+
+    def reset(self) -> None:
+        super().reset()
+        self.requests: list[decode_pb2.DecodeRequest] = []
 
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: Context
@@ -377,6 +397,11 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
                 yield response
         finally:
             self.leave()
+
+    async def GetLoad(
+        self, request: decode_pb2.DecodeServiceGetLoadRequest, context: Context
+    ) -> decode_pb2.DecodeServiceGetLoadResponse:
+        return decode_pb2.DecodeServiceGetLoadResponse()
 
     async def _decode(
         self, request: decode_pb2.DecodeRequest
@@ -543,6 +568,25 @@ class FakeMesh:
             self.tokenizer,
             address,
         )
+
+    def reset(self) -> None:
+        """Forget scripts and recordings; what is counted as held stays."""
+        tokenizer, scheduler = self.tokenizer, self.scheduler
+        tokenizer.encode_gate = tokenizer.break_after = tokenizer.error_from = None
+        tokenizer.num_encodes = 0
+        tokenizer.chats.clear()
+        tokenizer.traceparents.clear()
+        scheduler.error = scheduler.gate = None
+        scheduler.local = False
+        scheduler.num_prefill_done = 0
+        scheduler.was_asked.clear()
+        scheduler.admits.clear()
+        scheduler.loads.clear()
+        scheduler.metadata.clear()
+        self.model.answers.clear()
+        self.model.default = FakeModel.default
+        for worker in (*self.prefills, *self.decodes):
+            worker.reset()
 
     async def kill(self, name: str) -> None:
         """Stop a server at once, cutting its calls."""
