@@ -107,9 +107,13 @@ class MeshRedis(redis.asyncio.Redis):
         task.add_done_callback(self._running.discard)
         return await asyncio.shield(task)
 
-    async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        if self._running:
+    async def wait_until_idle(self) -> None:
+        """Until commands whose callers left have ended too."""
+        while self._running:
             await asyncio.wait(self._running)
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await self.wait_until_idle()
         await super().aclose(close_connection_pool)
 
     async def _observe(self, command: Awaitable[Result]) -> Result:

@@ -76,41 +76,43 @@ async def test_cancelled_pipelines_never_leave_their_replies_to_the_next_caller(
 
 
 async def test_cancelled_callers_return_at_once_and_cost_no_connection(
-    proxied: MeshRedis, redis_proxy: RedisProxy
+    redis_proxy: RedisProxy,
 ) -> None:
-    await proxied.ping()
-    redis_proxy.reply_delay_s = 0.1
+    client = connect_redis(redis_proxy.url, timeout_s=5)
+    await client.ping()
+    redis_proxy.reply_delay_s = 0.4
     started = time.monotonic()
 
-    abandoned = asyncio.ensure_future(proxied.get("k1"))
+    abandoned = asyncio.ensure_future(client.get("k1"))
     await asyncio.sleep(0.01)
     abandoned.cancel()
     with pytest.raises(asyncio.CancelledError):
         await abandoned
 
-    assert time.monotonic() - started < 0.09
-    await asyncio.sleep(0.12)
-    await proxied.get("k2")
+    assert time.monotonic() - started < 0.4
+    await client.wait_until_idle()
+    await client.get("k2")
     assert redis_proxy.num_connections == 1
+    await client.aclose()
 
 
 # RD-03
-async def test_silent_server_costs_one_timeout_and_then_nothing(
-    proxied: MeshRedis, redis_proxy: RedisProxy
-) -> None:
-    await proxied.ping()
+async def test_silent_server_costs_one_timeout_and_then_nothing(redis_proxy: RedisProxy) -> None:
+    client = connect_redis(redis_proxy.url, timeout_s=0.3, cooldown_s=60)
+    await client.ping()
     redis_proxy.is_black_hole = True
     started = time.monotonic()
 
     with pytest.raises(TimeoutError):
-        await proxied.get("key")
+        await client.get("key")
     first_s = time.monotonic() - started
     for _ in range(100):
         with pytest.raises(CircuitOpen):
-            await proxied.get("key")
+            await client.get("key")
 
-    assert first_s < 0.6
-    assert time.monotonic() - started - first_s < 0.1
+    assert first_s < 1
+    assert time.monotonic() - started - first_s < 0.3
+    await client.aclose()
 
 
 # RD-03
