@@ -71,6 +71,11 @@ class Batcher:
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
 
+    @property
+    def has_work(self) -> bool:
+        """Some request computes, or waits for its turn to compute."""
+        return bool(self.running or self.waiting)
+
     def add(self, request: Request) -> None:
         """Queue a request, new or given back."""
         bisect.insort(self.waiting, request, key=lambda queued: queued.arrival)

@@ -79,7 +79,6 @@ class Engine:
         self.num_blocks = pool.num_blocks
         self.block_bytes = runner.block_bytes
         self.max_num_batched_tokens = batcher.max_num_batched_tokens
-        self._max_num_waiting = max_num_waiting
         self.max_num_requests = batcher.max_num_seqs + max_num_waiting
         self._clock = clock
         self._requests: dict[str, Request] = {}
@@ -98,7 +97,6 @@ class Engine:
     def step(self) -> list[EngineEvent]:
         """Run one forward pass over whatever is due, and commit what it produced."""
         batch = self._batcher.pick()
-        self.is_stalled = batch.is_empty
         self._announce_blocks()
         events = self._ask_for_remote_kv(batch)
         if batch.scheduled:
@@ -106,6 +104,7 @@ class Engine:
             sampling = [item.request for item in batch.scheduled if item.samples]
             events += self._commit(batch, self._sampler.sample(logits, sampling))
             self._announce_blocks()
+        self.is_stalled = batch.is_empty or not self._batcher.has_work
         return events
 
     def check(self, request: Request) -> None:
@@ -137,8 +136,8 @@ class Engine:
             for owners in (self._requests, self._held, self._quarantined)
         ):
             raise DuplicateRequest(f"request {request.request_id} is known already")
-        if len(self._batcher.waiting) >= self._max_num_waiting:
-            raise TooManyWaiting(f"{self._max_num_waiting} requests are waiting already")
+        if len(self._requests) >= self.max_num_requests:
+            raise TooManyWaiting(f"{len(self._requests)} requests are running or waiting already")
         request.arrive(self._num_arrivals, self._clock())
         self._num_arrivals += 1
         self._requests[request.request_id] = request

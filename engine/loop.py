@@ -98,7 +98,7 @@ class EngineLoop:
         if self._end is not None:
             raise EngineStopped(self._end)
         if len(self._open) >= self._engine.max_num_requests:
-            raise TooManyWaiting(f"{len(self._open)} requests are open already")
+            raise TooManyWaiting(f"{len(self._open)} requests are running or waiting already")
         stream = _Stream(request.request_id)
         self._open.add(stream)
         try:
@@ -183,6 +183,8 @@ class EngineLoop:
         try:
             while self._carry_out_commands():
                 events = self._engine.step()
+                if self._engine.is_stalled:
+                    self._busy_since = None
                 self._load = self._engine.load()
                 self._pass_on(events)
         except Exception as error:
@@ -196,7 +198,6 @@ class EngineLoop:
         """Wait until there is something to do, and do what was asked; False: stop."""
         with self._wake:
             if self._engine.is_stalled:
-                self._busy_since = None
                 self._wake.wait_for(lambda: self._commands or self._is_stopping)
             self._busy_since = self._clock()
             commands, self._commands = self._commands, []

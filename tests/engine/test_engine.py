@@ -346,16 +346,16 @@ def test_an_id_in_use_is_refused() -> None:
     engine.add_request(Request("r", [4], GREEDY))
 
 
-def test_a_full_waiting_queue_is_refused() -> None:
-    engine = make_engine(max_num_waiting=2)
-    engine.add_request(Request("a", [3], GREEDY))
-    engine.add_request(Request("b", [3], GREEDY))
+def test_no_more_requests_are_taken_than_may_run_and_wait() -> None:
+    engine = make_engine(max_num_seqs=1, max_num_waiting=2)
+    for name in ("a", "b", "c"):
+        engine.add_request(Request(name, [3], GREEDY))
 
     with pytest.raises(TooManyWaiting):
-        engine.add_request(Request("c", [3], GREEDY))
+        engine.add_request(Request("d", [3], GREEDY))
 
-    engine.step()
-    engine.add_request(Request("c", [3], GREEDY))
+    engine.abort("b")
+    engine.add_request(Request("d", [3], GREEDY))
 
 
 # Rows that are no distribution.
@@ -562,7 +562,7 @@ def test_a_prompt_that_is_cached_here_wants_no_blocks_but_an_answer_all_the_same
     request = Request("r", prompt, GREEDY, expected[:1], remote_kv=True)
     wanted = wait_for_remote(destination, request)
     assert wanted.block_ids == ()
-    assert destination.is_stalled is False
+    assert destination.is_stalled
     assert run_until_stalled(destination) == []
     destination.remote_kv_done("r")
 
