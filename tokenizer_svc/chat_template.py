@@ -37,7 +37,7 @@ _OPTIONAL_VARIABLES = frozenset(
 
 
 class InvalidTemplate(Exception):
-    """The model's template does not compile."""
+    """The model's template cannot be compiled."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,8 @@ class ChatTemplate:
             }
         except jinja2.TemplateSyntaxError as error:
             raise InvalidTemplate(f"line {error.lineno}: {error.message}") from error
+        except (MemoryError, RecursionError, OverflowError) as error:
+            raise InvalidTemplate(f"takes too much: {type(error).__name__}") from error
 
     def render(self, prompt: ChatPrompt) -> str:
         """The prompt's text, its control tokens in their secret spelling.

@@ -67,7 +67,7 @@ def unmark(value: Any) -> Any:
     if isinstance(value, str):
         return value.replace(MARK, "")
     if isinstance(value, list | tuple):
-        return [unmark(item) for item in value]
+        return type(value)(map(unmark, value))
     if isinstance(value, Mapping):
         return {unmark(key): unmark(item) for key, item in value.items()}
     return value

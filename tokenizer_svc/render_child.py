@@ -9,6 +9,7 @@ import resource
 import signal
 import struct
 import sys
+from functools import partial
 from typing import IO
 
 from tokenizer_svc.chat_template import ChatPrompt, ChatTemplate, InvalidTemplate, TemplateSpec
@@ -62,25 +63,31 @@ def main(requests: IO[bytes], replies: IO[bytes]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     limits = json.loads(read_frame(requests))
     resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"],) * 2)
+    # The signal is not handled: it ends the process, also inside a long call of C code.
+    start_timer = partial(signal.setitimer, signal.ITIMER_REAL, limits["timeout_s"])
+    stop_timer = partial(signal.setitimer, signal.ITIMER_REAL, 0)
+    spec = TemplateSpec.from_json(read_frame(requests))
+    start_timer()
     try:
-        template = ChatTemplate(TemplateSpec.from_json(read_frame(requests)))
+        # Jinja computes constant expressions now, however large.
+        template = ChatTemplate(spec)
     except InvalidTemplate as error:
         write_frames(replies, REFUSED, str(error).encode())
         return
+    stop_timer()
     write_frames(replies, OK, b"")
     while True:
         try:
             prompt = _read_prompt(requests)
         except EOFError:
             return
-        # Not handled: the signal ends the process, also inside a long call of C code.
-        signal.setitimer(signal.ITIMER_REAL, limits["timeout_s"])
+        start_timer()
         try:
             reply = (OK, template.render(prompt).encode())
         except ChatError as error:
             refusal = json.dumps({"message": str(error), "param": error.param})
             reply = (REFUSED, refusal.encode())
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        stop_timer()
         write_frames(replies, *reply)
 
 

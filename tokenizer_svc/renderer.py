@@ -42,16 +42,19 @@ class TemplateRenderer:
         """Start the children.
 
         Raises:
-            InvalidTemplate: the template does not compile.
+            InvalidTemplate: the template cannot be compiled.
         """
         self._spec = spec
         self._limits = limits
         self._children: SimpleQueue[_Child | None] = SimpleQueue()
         # A thread waits for each busy child.
         self._threads = ThreadPoolExecutor(limits.num_processes, "render")
+        started: list[_Child] = []
         try:
-            for child in [_Child(spec, limits) for _ in range(limits.num_processes)]:
-                self._children.put(child)
+            for _ in range(limits.num_processes):
+                started.append(_Child(spec, limits))
+                self._children.put(started[-1])
+            for child in started:
                 child.wait_until_ready()
         except BaseException:
             self.close()
@@ -110,7 +113,10 @@ class _Child:
         write_frames(self._requests, json.dumps(settings).encode(), spec.to_json())
 
     def wait_until_ready(self) -> None:
-        status, text = self._read_reply()
+        try:
+            status, text = self._read_reply()
+        except ChildLost as error:
+            raise InvalidTemplate(f"compiling {error}") from error
         if status != OK:
             raise InvalidTemplate(text.decode())
 
