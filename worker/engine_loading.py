@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from engine.engine import Engine, build_engine
 from mesh.block_keys import BlockKeys, layout_fingerprint
@@ -36,13 +35,11 @@ def load_engine(config: WorkerConfig, incarnation: str) -> LoadedEngine:
     engine_id = f"{config.worker_id}@{incarnation}"
     segment = None
     if engine_config.segment_path is not None:
-        num_blocks = engine.load().num_blocks
-        num_bytes = Path(engine_config.segment_path).stat().st_size
         segment = kv_transfer_pb2.AttachSegmentRequest(
             engine_id=engine_id,
             path=engine_config.segment_path,
-            block_bytes=num_bytes // num_blocks,
-            num_blocks=num_blocks,
+            block_bytes=engine.block_bytes,
+            num_blocks=engine.load().num_blocks,
             layout_fingerprint=fingerprint,
         )
     return LoadedEngine(engine, engine_id, fingerprint, segment)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.loop import EngineLoop
+from engine.request import EngineStopped
 from mesh.client import Channels
 from mesh.registry import (
     BlockIndex,
@@ -59,7 +60,10 @@ Service = Callable[[Worker], AbstractAsyncContextManager[Quiescence]]
 
 
 async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None:
-    """Serve until told to stop; what was made last goes first."""
+    """Serve until told to stop; raises EngineStopped when the engine crashed.
+
+    What was made last goes first: the engine outlives its calls.
+    """
     os.nice(config.os_priority)
     incarnation = new_incarnation()
     async with AsyncExitStack() as stack:
@@ -100,7 +104,7 @@ async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None
             parent_pid=config.parent_pid,
         )
         if not engine.is_running:
-            raise SystemExit(1)
+            raise EngineStopped("the engine crashed")
 
 
 class _Membership:
