@@ -178,9 +178,8 @@ def test_children_end_with_a_killed_supervisor(home: Home, tmp_path: Path) -> No
 
 
 def test_one_home_has_one_supervisor(home: Home) -> None:
-    with home.lock():
-        with pytest.raises(HomeInUse, match="already runs in"), home.lock():
-            pass
+    with home.lock(), pytest.raises(HomeInUse, match="already runs in"), home.lock():
+        pass
 
     with home.lock():  # free again
         assert home.run.is_dir()
