@@ -126,8 +126,10 @@ class _EncodeJob:
         return EncodedPrompt(token_ids, encode_bad_words(model.guarded_tokenizer, self.bad_words))
 
     def _refuse_if_certainly_too_long(self, tokenizer: Tokenizer, text: str) -> None:
-        if self.model.max_bytes_per_token is not None and isinstance(self.text, str):
-            at_least = -(-len(text.encode()) // self.model.max_bytes_per_token)
+        bound = self.model.length_bound
+        # In a rendered chat the control tokens are longer than they read.
+        if bound is not None and isinstance(self.text, str):
+            at_least = bound.least_num_tokens(text)
             if at_least > self.max_prompt_tokens:
                 raise self._too_long(f"at least {at_least}")
         if len(text) <= _MAX_UNCOUNTED_BYTES // 4 or len(text.encode()) <= _MAX_UNCOUNTED_BYTES:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from tokenizer_svc.chat_template import InvalidTemplate, TemplateSpec
 from tokenizer_svc.guarded_tokenizer import choose_sealed_spellings, load_tokenizer, seal_tokenizer
+from tokenizer_svc.length_bound import LengthBound, length_bound
 from tokenizer_svc.renderer import RenderLimits, TemplateRenderer
 from tokenizer_svc.vocabulary import Vocabulary
 
@@ -34,7 +35,7 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenizerModel:
     """One served model, as far as text is concerned."""
 
@@ -50,8 +51,8 @@ class TokenizerModel:
     trusting_tokenizer: Tokenizer
     # Encodes every request's text.
     guarded_tokenizer: Tokenizer
-    # No text has fewer tokens than its bytes divided by this. None: not so simple here.
-    max_bytes_per_token: int | None
+    # None: a text's size says nothing about its tokens.
+    length_bound: LengthBound | None
     # None: the model has no chat template.
     renderer: TemplateRenderer | None
 
@@ -100,7 +101,7 @@ def load_model(
         vocabulary=vocabulary,
         trusting_tokenizer=trusting,
         guarded_tokenizer=guarded,
-        max_bytes_per_token=_max_bytes_per_token(tokenizer_json, vocabulary),
+        length_bound=length_bound(tokenizer_json, vocabulary),
         renderer=_start_renderer(
             folder, tokenizer_config, special_tokens, sealed, render_limits, max_prompt_chars
         ),
@@ -194,28 +195,6 @@ def _sampling_defaults(generation_config: Mapping[str, Any], folder: Path) -> Sa
         if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
             raise InvalidModel(f"{folder / 'generation_config.json'}: {name} must be a number")
     return SamplingDefaults(**values)
-
-
-def _max_bytes_per_token(tokenizer_json: Mapping[str, Any], vocabulary: Vocabulary) -> int | None:
-    """Holds where every byte of a text ends up in some token: nothing is rewritten or dropped."""
-    steps = tokenizer_json.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps])
-    keeps_all = all(
-        step.get("type") in ("ByteLevel", "Digits")
-        or (step.get("type") == "Split" and step.get("behavior") != "Removed")
-        for step in steps
-    )
-    strips = any(
-        token["lstrip"] or token["rstrip"] for token in tokenizer_json.get("added_tokens", ())
-    )
-    if (
-        not vocabulary.is_byte_level
-        or tokenizer_json.get("normalizer") is not None
-        or not keeps_all
-        or strips
-    ):
-        return None
-    return max(map(len, vocabulary.token_bytes))
 
 
 def _start_renderer(
