@@ -36,7 +36,6 @@ _MESH_ERRORS: Mapping[type[EngineError], type[MeshError]] = {
     DuplicateRequest: InvalidRequest,
     TooManyWaiting: QueueFull,
     InvalidLogits: InternalError,
-    EngineStopped: WorkerUnavailable,
 }
 
 _FINISH_REASONS = {
@@ -65,6 +64,9 @@ def check_model(requested: str, served: str) -> None:
 
 def to_mesh_error(error: EngineError) -> MeshError:
     """What an engine's refusal means to the mesh."""
+    if isinstance(error, EngineStopped):
+        # Its text may hold internals of a crash; the log has them.
+        return WorkerUnavailable("the worker's engine has stopped")
     return _MESH_ERRORS.get(type(error), InternalError)(
         str(error),
         param=error.param if isinstance(error, InvalidParameter) else None,

@@ -160,7 +160,8 @@ async def test_engine_errors_keep_their_meaning_on_the_wire(
     received = await failure_of(stub, prefill_request())
 
     assert type(received) is expected
-    assert str(received) == str(error)
+    # Why an engine crashed is for the log alone.
+    assert (str(received) == str(error)) == (not isinstance(error, EngineStopped))
     if isinstance(error, InvalidParameter):
         assert received.param == "top_p"
     if isinstance(error, TooManyWaiting):

@@ -2,12 +2,17 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from torch import Tensor
 
+from engine.batcher import ScheduledRequest
+from engine.model_runner import Runner
+from mesh.errors import InternalError, from_rpc_error
 from mesh.v1 import decode_pb2_grpc, types_pb2
 from tests.tiny_llama import make_tiny_model, reference_logits
 from tests.worker_mesh import (
@@ -249,6 +254,55 @@ async def test_restarted_workers_are_new_ones_on_the_same_address(mesh: WorkerMe
         assert [*token_ids, *from_stale.token_ids] == expected.token_ids
         assert from_stale.kv_transfer_bytes == 0
         assert fresh.token_ids == expected.token_ids
+
+
+class PoisoningRunner:
+    """The real runner, except that one request's third row of logits is not a number."""
+
+    def __init__(self, runner: Runner, poisoned_prompt: list[int]) -> None:
+        self._runner = runner
+        self._poisoned_prompt = poisoned_prompt
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.vocab_size
+
+    @property
+    def block_bytes(self) -> int:
+        return self._runner.block_bytes
+
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+        logits = self._runner.execute(scheduled).clone()
+        rows = [item.request for item in scheduled if item.samples]
+        for row, request in enumerate(rows):
+            is_third = len(request.output_token_ids) == 2
+            if is_third and request.prompt_token_ids == self._poisoned_prompt:
+                logits[row] = float("nan")
+        return logits
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+async def test_row_that_is_not_a_number_ends_its_own_request_only(mesh: WorkerMesh) -> None:
+    # SA-16 over the wire
+    consumer = await mesh.start_decode()
+    params = sampling(10, **GREEDY)
+    prompts = [make_prompt(num_tokens) for num_tokens in (9, 17, 18, 26)]
+    clean = [await decode(consumer, prompt, params) for prompt in prompts]
+    engine = consumer.worker.loaded.engine
+    engine._runner = PoisoningRunner(engine._runner, prompts[1])
+
+    answers = await asyncio.gather(
+        *(decode(consumer, prompt, params) for prompt in prompts), return_exceptions=True
+    )
+
+    failed = answers.pop(1)
+    assert isinstance(failed, grpc.aio.AioRpcError)
+    assert isinstance(from_rpc_error(failed), InternalError)
+    assert answers == [clean[0], clean[2], clean[3]]
+    await consumer.wait_until_all_blocks_are_free()
+    assert consumer.engine.load().num_invalid_logits == 1
 
 
 async def test_callers_that_leave_at_any_moment_leave_nothing_behind(mesh: WorkerMesh) -> None:

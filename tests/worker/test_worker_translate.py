@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import engine.loop  # noqa: F401  every module that might define an EngineError
 from engine.engine import EngineStats
-from engine.request import EngineError, InvalidParameter
+from engine.request import EngineError, EngineStopped, InvalidParameter
 from mesh.errors import InternalError
 from mesh.v1 import types_pb2
 from worker.translate import _MESH_ERRORS, to_engine_load, to_mesh_error, to_sampling_params
@@ -19,7 +19,7 @@ def subclasses(kind: type[EngineError]) -> Iterator[type[EngineError]]:
 def test_every_engine_error_has_a_meaning_for_the_mesh() -> None:
     own = {one for one in subclasses(EngineError) if one.__module__.startswith("engine.")}
 
-    assert own == set(_MESH_ERRORS)
+    assert own == {*_MESH_ERRORS, EngineStopped}
 
 
 def test_unknown_engine_error_is_a_bug_and_says_so() -> None:
