@@ -4,10 +4,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from decode_svc.kv_import import KvImporter
+from decode_svc.kv_import import KvImporter, RemoteKv
 from engine.request import RemoteKvWanted, Request, TokenOutput
 from mesh.telemetry import Span, Stopwatch, use_span
-from mesh.v1 import types_pb2
 from worker.engine_port import EnginePort, RunEvent, run_request
 from worker.streams import ActiveStreams
 
@@ -35,17 +34,17 @@ class Generator:
         self._importer = importer
 
     async def generate(
-        self, request: Request, handle: types_pb2.KvHandle | None, transfer: Transfer, span: Span
+        self, request: Request, remote: RemoteKv | None, transfer: Transfer, span: Span
     ) -> AsyncGenerator[list[TokenOutput], None]:
         """Yield tokens, each time all that are there; raises MeshError.
 
         Closing it ends everything: the request, its blocks, the handle.
         """
-        if handle is not None:
+        if remote is not None:
             stopwatch = Stopwatch()
             imported = replace(request, remote_kv=True)
             try:
-                async with aclosing(self._import(imported, handle, transfer, span)) as batches:
+                async with aclosing(self._import(imported, remote, transfer, span)) as batches:
                     async for tokens in batches:
                         yield tokens
                 return
@@ -60,10 +59,10 @@ class Generator:
                     yield tokens
 
     async def _import(
-        self, request: Request, handle: types_pb2.KvHandle, transfer: Transfer, span: Span
+        self, request: Request, remote: RemoteKv, transfer: Transfer, span: Span
     ) -> AsyncGenerator[list[TokenOutput], None]:
         """Go on from remote KV; raises _ComputeHere, before any token, where there is none."""
-        async with self._importer.claim(request.request_id, handle) as claim:
+        async with self._importer.claim(request.request_id, remote) as claim:
             if not claim.covers(request.num_tokens - 1):
                 raise _ComputeHere
             async with self._streams.open(run_request(self._engine, request)) as events:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -48,6 +49,14 @@ class KvImportLimits:
     release_timeout_s: float = 2.0
 
 
+@dataclass(frozen=True)
+class RemoteKv:
+    """KV on a prefill worker, and until when (by time.monotonic) its request is of use."""
+
+    handle: types_pb2.KvHandle
+    deadline: float = math.inf
+
+
 class KvImporter:
     """Makes claims on remote KV, and owns the work that outlives their requests."""
 
@@ -87,9 +96,9 @@ class KvImporter:
             return Fallback.INCOMPLETE
         return None
 
-    def claim(self, request_id: str, handle: types_pb2.KvHandle) -> "KvClaim":
-        """A right to `handle` for one request; to be entered, and left, whatever happens."""
-        return KvClaim(self, request_id, handle)
+    def claim(self, request_id: str, remote: RemoteKv) -> "KvClaim":
+        """A right to remote KV for one request; to be entered, and left, whatever happens."""
+        return KvClaim(self, request_id, remote)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what has to end whether or not its request lives on."""
@@ -114,14 +123,15 @@ class KvClaim:
     until the import has told the engine so, the engine keeps the destination blocks.
     """
 
-    def __init__(self, importer: KvImporter, request_id: str, handle: types_pb2.KvHandle) -> None:
+    def __init__(self, importer: KvImporter, request_id: str, remote: RemoteKv) -> None:
         self._importer = importer
         self._request_id = request_id
-        self._handle = handle
+        self._handle = remote.handle
+        self._deadline = remote.deadline
         self._holder = prefill_pb2_grpc.PrefillServiceStub(
-            importer.channels.get(handle.holder_address)
+            importer.channels.get(remote.handle.holder_address)
         )
-        self._agent = TransferAgent(importer.channels, handle.transfer_address)
+        self._agent = TransferAgent(importer.channels, remote.handle.transfer_address)
         self._is_expired = False
         self._is_released = False
         self._is_over = False
@@ -174,7 +184,7 @@ class KvClaim:
         if fallback is None and wanted.block_ids:
             try:
                 response = await self._agent.pull(
-                    self._pull_request(wanted), self._importer.limits.pull_timeout_s
+                    self._pull_request(wanted), self._pull_timeout_s()
                 )
             except PullFailed as error:
                 logger.warning("pull failed", extra={"reason": str(error)})
@@ -189,6 +199,10 @@ class KvClaim:
             on_limbo()
             await self._agent.wait_until_quiet()
         return fallback
+
+    def _pull_timeout_s(self) -> float:
+        left_s = max(0.0, self._deadline - time.monotonic())
+        return min(self._importer.limits.pull_timeout_s, left_s)
 
     def _pull_request(self, wanted: RemoteKvWanted) -> kv_transfer_pb2.PullRequest:
         first = wanted.first_block_index

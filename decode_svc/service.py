@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -10,9 +12,10 @@ import grpc
 
 from decode_svc.config import DecodeConfig
 from decode_svc.generation import Generator, Transfer
-from decode_svc.kv_import import KvImporter, KvImportLimits
+from decode_svc.kv_import import KvImporter, KvImportLimits, RemoteKv
 from engine.request import Request, TokenOutput
 from mesh import metrics
+from mesh.client import remaining_s
 from mesh.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from worker import translate
 from worker.engine_port import EnginePort
@@ -36,12 +39,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         translate.check_model(request.model, self._model)
         decoding = self._to_engine_request(request)
-        handle = request.kv_handle if request.HasField("kv_handle") else None
+        remote: RemoteKv | None = None
+        if request.HasField("kv_handle"):
+            deadline = time.monotonic() + remaining_s(context, math.inf)
+            remote = RemoteKv(request.kv_handle, deadline)
         transfer = Transfer()
         last: TokenOutput | None = None
         try:
             with run_span("decode.run", {"pdmesh.request_id": request.request_id}) as span:
-                outputs = self._generator.generate(decoding, handle, transfer, span)
+                outputs = self._generator.generate(decoding, remote, transfer, span)
                 async with aclosing(outputs):
                     async for tokens in outputs:
                         last = tokens[-1]

@@ -154,6 +154,7 @@ class ScriptedAgent(kv_transfer_pb2_grpc.KvTransferServiceServicer):
 
     def __init__(self) -> None:
         self.pulls: asyncio.Queue[kv_transfer_pb2.PullRequest] = asyncio.Queue()
+        self.last_deadline_s = 0.0
         self.may_finish = asyncio.Event()
         self.may_finish.set()
         self.error: MeshError | None = None
@@ -175,6 +176,7 @@ class ScriptedAgent(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     ) -> kv_transfer_pb2.PullResponse:
         self.num_active_pulls += 1
         copying = asyncio.create_task(self._copy())
+        self.last_deadline_s = context.time_remaining()
         self.pulls.put_nowait(request)
         # As the contract says: a copy in flight outlives the call that was cancelled.
         await asyncio.shield(copying)

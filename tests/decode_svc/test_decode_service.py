@@ -496,11 +496,13 @@ async def test_callers_deadline_bounds_the_transfer(
         call = stub.Decode(remote_request(rig), timeout=0.3)
         run = await engine.next_run()
         run.want_remote_kv(0, 20, 21)
+        await rig.agent.pulls.get()
 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
 
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert 0 < rig.agent.last_deadline_s < 0.3
         await asyncio.wait_for(run.closed.wait(), 1)
         await wait_until(lambda: rig.holder.released == ["h1"])
         rig.agent.may_finish.set()
