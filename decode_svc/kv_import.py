@@ -217,6 +217,7 @@ class KvClaim:
     async def _renew(self) -> None:
         """Keep the lease while the request waits for room and while its blocks are read."""
         expires_at_s = self._handle.lease_expires_at.ToNanoseconds() / 1e9
+        is_reported = False
         while True:
             # A third of what is left; bounded, for the holder's clock may differ.
             delay_s = (expires_at_s - time.time()) / 3
@@ -230,7 +231,9 @@ class KvClaim:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                     self._is_expired = True
                     return
-                logger.warning("lease not renewed", extra={"reason": error.details()})
+                if not is_reported:
+                    logger.warning("lease not renewed", extra={"reason": error.details()})
+                    is_reported = True
             else:
                 expires_at_s = response.lease_expires_at.ToNanoseconds() / 1e9
 
