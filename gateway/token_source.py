@@ -71,7 +71,7 @@ class Workers:
             yield first
         finally:
             if first.kv_handle is not None and not first.is_taken:
-                self._release(first.kv_handle)
+                self._release(job, worker.address)
 
     async def decode(
         self,
@@ -129,10 +129,11 @@ class Workers:
                 timeout_s = self._stall_timeout_s
                 if response.HasField("finished"):
                     finished = response.finished
-        except BaseException:
+        except BaseException as error:
             call.cancel()
-            if finished is not None and finished.HasField("kv_handle"):
-                self._release(finished.kv_handle)
+            # A call that the worker itself ended holds nothing.
+            if not isinstance(error.__cause__, grpc.aio.AioRpcError):
+                self._release(job, worker.address)
             raise
         if finished is None or len(finished.first_token.token_ids) != 1:
             raise WorkerUnavailable(f"{worker.worker_id} ended the prefill without a token")
@@ -177,22 +178,25 @@ class Workers:
             raise WorkerUnavailable(f"{worker.worker_id} ended the stream before the sequence")
         yield Chunk(held.token_ids, held.logprobs, job.ending(held.token_ids))
 
-    def _release(self, handle: types_pb2.KvHandle) -> None:
-        """Give a handle's blocks back, without keeping anyone waiting."""
-        task = asyncio.create_task(self._send_release(handle))
+    def _release(self, job: Job, address: str) -> None:
+        """Give back what a worker holds for a job, without keeping anyone waiting.
+
+        By request, not by handle: the handle may be on its way when its caller leaves.
+        """
+        task = asyncio.create_task(self._send_release(job.request_id, address))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _send_release(self, handle: types_pb2.KvHandle) -> None:
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(handle.holder_address))
-        request = prefill_pb2.ReleaseKvRequest(handle_id=handle.handle_id)
+    async def _send_release(self, request_id: str, address: str) -> None:
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(address))
+        request = prefill_pb2.ReleaseKvRequest(request_id=request_id)
         try:
             with mesh_errors():
                 await stub.ReleaseKv(request, timeout=_RELEASE_TIMEOUT_S)
         except MeshError as error:
             logger.warning(
                 "KV not released, its lease will expire",
-                extra={"handle_id": handle.handle_id, "error": str(error)},
+                extra={"request_id": request_id, "error": str(error)},
             )
 
 

@@ -75,6 +75,11 @@ class LeaseTable:
         self._end(handle_id)
         return True
 
+    def release_all(self, prefix: str) -> bool:
+        """End every lease whose handle begins so; whether any was live until now."""
+        handle_ids = [handle_id for handle_id in self._expires_at if handle_id.startswith(prefix)]
+        return any([self.release(handle_id) for handle_id in handle_ids])
+
     def expire(self) -> None:
         """End every lease whose time is over."""
         now = self._clock()

@@ -90,7 +90,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def ReleaseKv(
         self, request: prefill_pb2.ReleaseKvRequest, context: Context
     ) -> prefill_pb2.ReleaseKvResponse:
-        return prefill_pb2.ReleaseKvResponse(was_live=self._leases.release(request.handle_id))
+        if request.request_id:
+            was_live = self._leases.release_all(f"{request.request_id}/")
+        else:
+            was_live = self._leases.release(request.handle_id)
+        return prefill_pb2.ReleaseKvResponse(was_live=was_live)
 
     async def GetLoad(
         self, request: prefill_pb2.PrefillServiceGetLoadRequest, context: Context

@@ -232,16 +232,22 @@ class ReleaseKvRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLE_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     handle_id: _builtins.str
     """Which."""
+    request_id: _builtins.str
+    """Instead of a handle: whatever is held for this request. A caller that gave up
+    on a Prefill sends it, because the worker may have finished at that moment.
+    """
     def __init__(
         self,
         *,
         handle_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle_id", b"handle_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle_id", b"handle_id", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -330,16 +330,26 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
                 await act_out(fault)
                 return
             await self.step()
-            yield prefill_pb2.PrefillResponse(finished=self._finish(request))
+            finished = self._finish(request)
+            try:
+                yield prefill_pb2.PrefillResponse(finished=finished)
+            except BaseException:
+                # The caller never got it.
+                self.held.discard(finished.kv_handle.handle_id)
+                raise
         finally:
             self.leave()
 
     async def ReleaseKv(
         self, request: prefill_pb2.ReleaseKvRequest, context: Context
     ) -> prefill_pb2.ReleaseKvResponse:
-        was_live = request.handle_id in self.held
-        self.held.discard(request.handle_id)
-        return prefill_pb2.ReleaseKvResponse(was_live=was_live)
+        held = {
+            handle_id
+            for handle_id in self.held
+            if handle_id == request.handle_id or handle_id.startswith(f"{request.request_id}/")
+        }
+        self.held -= held
+        return prefill_pb2.ReleaseKvResponse(was_live=bool(held))
 
     async def RenewKv(
         self, request: prefill_pb2.RenewKvRequest, context: Context
@@ -369,7 +379,7 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
                 finished.matched_stop_token_id = ended[1]
             return finished
         self.num_handles += 1
-        handle_id = f"{self.worker_id}-{self.num_handles}"
+        handle_id = f"{request.request_id}/{self.num_handles}"
         self.held.add(handle_id)
         finished.kv_handle.handle_id = handle_id
         finished.kv_handle.holder_address = self.address

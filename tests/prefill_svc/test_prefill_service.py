@@ -275,6 +275,20 @@ async def test_lease_is_renewed_and_released_over_the_wire(
     assert engine.released_holds == [handle_id]
 
 
+async def test_caller_that_never_learnt_its_handle_releases_by_request(
+    rig: PrefillRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    handle_id = await finish_one(stub, engine)
+    request_id = handle_id.partition("/")[0]
+
+    other = await stub.ReleaseKv(prefill_pb2.ReleaseKvRequest(request_id=request_id[:-1]))
+    first = await stub.ReleaseKv(prefill_pb2.ReleaseKvRequest(request_id=request_id))
+    second = await stub.ReleaseKv(prefill_pb2.ReleaseKvRequest(request_id=request_id))
+
+    assert (other.was_live, first.was_live, second.was_live) == (False, True, False)
+    assert engine.released_holds == [handle_id]
+
+
 async def test_same_request_id_again_gets_a_handle_of_its_own(
     rig: PrefillRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
