@@ -29,6 +29,11 @@ class Batch:
     preempted: list[Request] = field(default_factory=list)
 
     @property
+    def sampling(self) -> list[Request]:
+        """Requests that get a token, in the order of their rows of logits."""
+        return [item.request for item in self.scheduled if item.samples]
+
+    @property
     def is_empty(self) -> bool:
         return not (self.scheduled or self.remote_kv_wanted or self.preempted)
 

@@ -89,20 +89,21 @@ class Engine:
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_invalid_logits = 0
-        # Whether the next step can do anything without a call from outside.
+        # Only a call from outside can give the next step something to do.
         self.is_stalled = True
-        # Called within `step`, before evicted blocks are overwritten and after blocks are filled.
+        # Called within `step`; may be replaced.
         self.on_block_events: Callable[[BlockEvents], None] = lambda events: None
 
     def step(self) -> list[EngineEvent]:
         """Run one forward pass over whatever is due, and commit what it produced."""
         batch = self._batcher.pick()
+        # Evicted blocks are announced before the pass overwrites them.
         self._announce_blocks()
         events = self._ask_for_remote_kv(batch)
         if batch.scheduled:
             logits = self._runner.execute(batch.scheduled)
-            sampling = [item.request for item in batch.scheduled if item.samples]
-            events += self._commit(batch, self._sampler.sample(logits, sampling))
+            tokens = self._sampler.sample(logits, batch.sampling)
+            events += self._commit(batch, tokens)
             self._announce_blocks()
         self.is_stalled = batch.is_empty or not self._batcher.has_work
         return events

@@ -20,8 +20,8 @@ MAX_LOGPROBS = 20
 Array = npt.NDArray[Any]
 
 _UINT64 = (1 << 64) - 1
-# Candidates looked at before the whole vocabulary is sorted.
-_NUM_CANDIDATES = 1024
+# Tokens within this of the best logit hold nearly all of the mass.
+_LIKELY = 10.0
 
 
 @dataclass(frozen=True)
@@ -217,26 +217,22 @@ class Sampler:
 def _add_bias(row: Tensor, request: SamplingInput) -> None:
     bias = request.sampling_params.logit_bias
     if bias:
-        row[list(bias)] += torch.tensor(list(bias.values()), dtype=row.dtype, device=row.device)
+        row[list(bias)] += row.new_tensor(list(bias.values()))
 
 
 def _penalize(row: Tensor, request: SamplingInput) -> None:
     params = request.sampling_params
     if params.repetition_penalty != 1:
-        seen = list({*request.prompt_token_ids, *request.output_token_ids})
+        seen = torch.tensor(list({*request.prompt_token_ids, *request.output_token_ids}))
         values = row[seen]
         penalty = params.repetition_penalty
         row[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if params.presence_penalty or params.frequency_penalty:
         counts = Counter(request.output_token_ids)
-        row[list(counts)] -= torch.tensor(
-            [
-                params.presence_penalty + count * params.frequency_penalty
-                for count in counts.values()
-            ],
-            dtype=row.dtype,
-            device=row.device,
-        )
+        penalties = [
+            params.presence_penalty + count * params.frequency_penalty for count in counts.values()
+        ]
+        row[list(counts)] -= row.new_tensor(penalties)
 
 
 def _would_complete(word: tuple[int, ...], request: SamplingInput) -> bool:
@@ -256,7 +252,7 @@ def _draw(logits: Tensor, requests: Sequence[SamplingInput]) -> list[int]:
     # Sums are taken in numpy, one row at a time: their order is then the row's own.
     all_probs = scaled.softmax(dim=-1).cpu().numpy()
     token_ids = []
-    for row, probs, request in zip(scaled.cpu(), all_probs, requests, strict=True):
+    for row, probs, request in zip(scaled.cpu().numpy(), all_probs, requests, strict=True):
         params = request.sampling_params
         position = len(request.prompt_token_ids) + len(request.output_token_ids)
         kept = _kept_token_ids(row, probs, params)
@@ -273,63 +269,59 @@ def _inverse_cdf(probs: Array, number: float) -> int:
     return int(np.searchsorted(cdf, target, side="right"))
 
 
-def _kept_token_ids(row: Tensor, probs: Array, params: SamplingParams) -> Array | None:
+def _kept_token_ids(row: Array, probs: Array, params: SamplingParams) -> Array | None:
     """The tokens that top_k, then top_p, then min_p leave, in token order; None: all."""
-    vocab_size = len(probs)
-    top_k = params.top_k if 0 < params.top_k < vocab_size else None
+    top_k = params.top_k if 0 < params.top_k < len(row) else None
     if top_k is None and params.top_p >= 1 and params.min_p <= 0:
         return None
     # Each of the three keeps a beginning of the tokens in order of probability, mostly a short
-    # one; where the first candidates do not settle it, all are sorted.
-    num_candidates = min(vocab_size, top_k or _NUM_CANDIDATES)
-    largest = _largest(row, num_candidates)
-    num_kept = _num_kept(*largest, probs, top_k, params)
-    if num_kept == num_candidates and top_k is None:
-        largest = _largest(row, vocab_size)
-        num_kept = _num_kept(*largest, probs, top_k, params)
-    values, token_ids = largest
-    return _settle_ties(row, values[:num_kept], token_ids[:num_kept])
+    # one; only where the likely ones do not settle it, all are sorted.
+    candidates = _most_likely(row, _LIKELY)
+    num_kept = _num_kept(candidates, row, probs, top_k, params)
+    if num_kept is None:
+        candidates = _most_likely(row, math.inf)
+        num_kept = _num_kept(candidates, row, probs, top_k, params)
+    return np.sort(candidates[:num_kept])
 
 
 def _num_kept(
-    values: Array, token_ids: Array, probs: Array, top_k: int | None, params: SamplingParams
-) -> int:
-    """How many of the sorted candidates, which `top_k` has cut already, stay."""
-    num_kept = len(token_ids)
+    candidates: Array, row: Array, probs: Array, top_k: int | None, params: SamplingParams
+) -> int | None:
+    """How many of the sorted candidates stay; None: perhaps more than there are candidates."""
+    is_partial = len(candidates) < len(row)
+    if top_k is not None:
+        if is_partial and top_k > len(candidates):
+            return None
+        candidates, is_partial = candidates[:top_k], False
+    num_kept = len(candidates)
     if params.top_p < 1:
-        cdf = np.cumsum(probs[token_ids], dtype=np.float64)
+        cdf = np.cumsum(probs[candidates], dtype=np.float64)
         total = 1.0 if top_k is None else cdf[-1]
         num_kept = min(num_kept, int(np.searchsorted(cdf, params.top_p * total)) + 1)
     if params.min_p > 0:
-        threshold = values[0] + np.float32(math.log(params.min_p))
-        num_kept = int(np.count_nonzero(values[:num_kept] >= threshold))
-    return num_kept
+        threshold = row[candidates[0]] + np.float32(math.log(params.min_p))
+        num_kept = int(np.count_nonzero(row[candidates[:num_kept]] >= threshold))
+    return None if is_partial and num_kept == len(candidates) else num_kept
 
 
-def _largest(row: Tensor, count: int) -> tuple[Array, Array]:
-    """Values and ids of the largest, in order; which of several equals they are is open."""
-    values, token_ids = row.topk(count)
-    return values.numpy(), token_ids.numpy()
-
-
-def _settle_ties(row: Tensor, values: Array, token_ids: Array) -> Array:
-    """The ids of the row's largest values, ascending; among equals the lowest ids win."""
-    threshold = values[-1]
-    above = token_ids[values > threshold]
-    tied = np.flatnonzero(row.numpy() == threshold)[: len(token_ids) - len(above)]
-    return np.sort(np.concatenate((above, tied)))
+def _most_likely(row: Array, margin: float) -> Array:
+    """Ids of the tokens within `margin` of the best, in order; among equals the lowest first."""
+    token_ids = np.flatnonzero(row >= row.max() - np.float32(margin))
+    return token_ids[np.argsort(-row[token_ids], kind="stable")]
 
 
 def _logprobs(row: Tensor, token_id: int, request: SamplingInput) -> TokenLogprobs | None:
     count = request.sampling_params.num_logprobs
     if count is None:
         return None
-    logprobs = row.log_softmax(dim=-1).cpu()
-    top: list[Candidate] = []
-    if count:
-        ids = _settle_ties(logprobs, *_largest(logprobs, count))
-        candidates = map(Candidate, ids.tolist(), logprobs[ids].tolist())
-        # Masked tokens are no alternatives.
-        top = [candidate for candidate in candidates if candidate.logprob > -math.inf]
-        top.sort(key=lambda candidate: -candidate.logprob)
+    logprobs = row.log_softmax(dim=-1).cpu().numpy()
+    best = _most_likely(logprobs, _LIKELY)
+    if len(best) < count:
+        best = _most_likely(logprobs, math.inf)
+    # Masked tokens are no alternatives.
+    top = [
+        Candidate(int(other), float(logprobs[other]))
+        for other in best[:count]
+        if logprobs[other] > -math.inf
+    ]
     return TokenLogprobs(token_id, float(logprobs[token_id]), tuple(top))
