@@ -78,7 +78,7 @@ class LeaseTable:
     def release_all(self, prefix: str) -> bool:
         """End every lease whose handle begins so; whether any was live until now."""
         handle_ids = [handle_id for handle_id in self._expires_at if handle_id.startswith(prefix)]
-        return any([self.release(handle_id) for handle_id in handle_ids])
+        return sum(self.release(handle_id) for handle_id in handle_ids) > 0
 
     def expire(self) -> None:
         """End every lease whose time is over."""
