@@ -145,7 +145,9 @@ class Batcher:
         self.num_preemptions += 1
 
     def _schedule(self, request: Request, budget: int, batch: Batch) -> int:
-        num_tokens = min(request.num_uncomputed_tokens, self._chunk_limit, budget)
+        num_tokens = min(request.num_uncomputed_tokens, budget)
+        if len(self.running) + len(self.waiting) > 1:
+            num_tokens = min(num_tokens, self._chunk_limit)
         if num_tokens:
             samples = num_tokens == request.num_uncomputed_tokens
             batch.scheduled.append(ScheduledRequest(request, num_tokens, samples))

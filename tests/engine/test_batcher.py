@@ -103,6 +103,15 @@ def test_the_threshold_leaves_room_for_others_beside_a_long_prompt() -> None:
     assert bench.schedule() == {"short": 1, "long": 10}
 
 
+def test_the_threshold_does_not_slow_down_a_prompt_that_is_alone() -> None:
+    bench = Bench(max_num_batched_tokens=16, long_prefill_token_threshold=10)
+    bench.add("long", 40)
+
+    assert bench.schedule() == {"long": 16}
+    bench.add("short", 3)
+    assert bench.schedule() == {"long": 10, "short": 3}
+
+
 def test_decodes_come_before_prompts_that_are_older() -> None:
     # KV-17
     bench = Bench(max_num_batched_tokens=8, max_num_seqs=8)
