@@ -80,7 +80,11 @@ class HealthMonitor:
 
     async def _watch(self) -> None:
         while True:
-            await self.check()
+            try:
+                await self.check()
+            except Exception:
+                # A watcher must not die of a bug: what it last saw grows old and tells.
+                logger.exception("health check failed")
             await asyncio.sleep(self._interval_s)
 
     async def _check_tokenizer(self) -> list[str]:

@@ -10,6 +10,7 @@ from gateway.generation import (
     Delta,
     GenerationRequest,
     Job,
+    JobTrace,
     Prompt,
     TextPrompt,
     TokenPrompt,
@@ -19,6 +20,7 @@ from gateway.sampling import check_sampling_params, check_stop, choice_seed
 from gateway.token_source import Attempts, Workers
 from gateway.tokenizer import Tokenizer
 from mesh.errors import ContextLengthExceeded, InvalidRequest, MeshError
+from mesh.telemetry import Stopwatch
 from mesh.v1 import tokenizer_pb2, types_pb2
 
 
@@ -53,7 +55,9 @@ class Pipeline:
         self._check(request, model)
         groups: list[list[Job]] = []
         for prompt_index, prompt in enumerate(request.prompts):
+            stopwatch = Stopwatch()
             token_ids, bad_words = await self._encode(prompt, request, model, deadline)
+            tokenize_ms = stopwatch.elapsed_ms
             max_tokens = _max_tokens(request, len(token_ids), model)
             params = types_pb2.SamplingParams(max_tokens=max_tokens, bad_words=bad_words)
             params.MergeFrom(request.sampling_params)
@@ -68,6 +72,7 @@ class Pipeline:
                         end_token_ids=_end_token_ids(params, model),
                         request=request,
                         deadline=deadline,
+                        trace=JobTrace({types_pb2.STAGE_TOKENIZE: tokenize_ms}),
                     )
                     for index in range(request.n)
                 ]

@@ -38,12 +38,14 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     # Set to hold Encode back.
     encode_gate: asyncio.Event | None = None
-    # Raised by the next Detokenize call after so many answers.
+    # Break the Detokenize call, once, after so many answers of it.
     break_after: int | None = None
     # Answers every append from this one on with an error.
     error_from: int | None = None
     num_encodes: int = 0
     num_calls: int = 0
+    # Of the latest Detokenize call.
+    num_answers: int = 0
     num_open: int = 0
     default_sampling_params: types_pb2.SamplingParams = field(
         default_factory=types_pb2.SamplingParams
@@ -94,7 +96,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> AsyncGenerator[tokenizer_pb2.DetokenizeResponse, None]:
         self.num_calls += 1
         sequences: dict[int, _Text] = {}
-        num_answers = 0
+        self.num_answers = 0
         try:
             async for request in request_iterator:
                 match request.WhichOneof("event"):
@@ -106,12 +108,12 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                         if sequences.pop(request.sequence_id, None) is not None:
                             self.num_open -= 1
                     case "append":
-                        num_answers += 1
-                        if self.break_after is not None and num_answers > self.break_after:
+                        self.num_answers += 1
+                        if self.break_after is not None and self.num_answers > self.break_after:
                             self.break_after = None
                             raise WorkerUnavailable("tokenizer restarts")
                         response = self._append(sequences, request)
-                        if self.error_from is not None and num_answers >= self.error_from:
+                        if self.error_from is not None and self.num_answers >= self.error_from:
                             response.error = "scripted"
                         yield response
         finally:

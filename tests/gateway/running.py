@@ -1,7 +1,8 @@
 """A gateway for tests, and what tests say to it."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,14 @@ async def run_gateway(mesh: FakeMesh, **settings: Any) -> AsyncIterator[RunningG
         finally:
             await rest.stop()
             await server.stop(0)
+
+
+async def eventually(is_so: Callable[[], object]) -> None:
+    """Return when something that tells nobody has come true; time limits bound the wait."""
+    while True:
+        if is_so():
+            return
+        await asyncio.sleep(0.005)
 
 
 def chat(content: str = "hi", **more: Any) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_brackets_in_strings_and_siblings_do_not_nest() -> None:
 async def test_deep_schema_is_refused(http: httpx.AsyncClient, where: str) -> None:
     # GW-11
     deep = "[" * 3000 + "]" * 3000
-    body = json.dumps(chat(**{where: {"schema": "X"}})).replace('"X"', deep)
+    body = json.dumps(chat() | {where: {"schema": "X"}}).replace('"X"', deep)
 
     response = await http.post(PATHS[0], content=body, headers=JSON_HEADERS)
 

@@ -416,14 +416,16 @@ async def test_every_chunk_names_the_model_as_the_client_did(http: httpx.AsyncCl
 async def test_stop_takes_a_string_or_a_list(http: httpx.AsyncClient) -> None:
     # GW-21
     texts = []
+    stop: Any
     for stop in (", ", [", "], ["zz", ", "], ["o w", ", "]):
         choice = (await http.post(CHAT, json=chat(stop=stop))).json()["choices"][0]
         assert choice["finish_reason"] == "stop"
         texts.append(choice["message"]["content"])
     assert texts == ["Hello"] * 4
 
-    for none in ([], None):
-        choice = (await http.post(CHAT, json=chat(stop=none))).json()["choices"][0]
+    nothing: list[Any] = [[], None]
+    for stop in nothing:
+        choice = (await http.post(CHAT, json=chat(stop=stop))).json()["choices"][0]
         assert choice["message"]["content"] == "Hello, world!"
 
 

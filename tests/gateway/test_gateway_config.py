@@ -1,0 +1,38 @@
+"""Settings of the gateway: what is refused at the start."""
+
+import pytest
+
+from gateway.config import GatewayConfig
+from mesh.config import ConfigError, read
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_loopback_needs_no_permission(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setenv("PDMESH_HOST", host)
+
+    assert read(GatewayConfig).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
+def test_reachable_host_is_refused_without_keys_unless_allowed(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("PDMESH_HOST", host)
+    with pytest.raises(ConfigError) as caught:
+        read(GatewayConfig)
+    assert "allow_unauthenticated" in str(caught.value)
+
+    monkeypatch.setenv("PDMESH_ALLOW_UNAUTHENTICATED", "true")
+    assert read(GatewayConfig).host == host
+
+
+def test_all_problems_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_PORT", "99999")
+    monkeypatch.setenv("PDMESH_MAX_ATTEMPTS", "0")
+    monkeypatch.setenv("PDMESH_QUEUE_TIMEOUT", "1")
+
+    with pytest.raises(ConfigError) as caught:
+        read(GatewayConfig)
+
+    assert len(caught.value.problems) == 3
+    assert "PDMESH_QUEUE_TIMEOUT_S" in str(caught.value)

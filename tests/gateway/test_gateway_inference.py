@@ -1,0 +1,174 @@
+"""InferenceService: the same pipeline from a plain gRPC client."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from mesh.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    QueueFull,
+    WorkerUnavailable,
+    from_rpc_error,
+)
+from mesh.v1 import inference_pb2, inference_pb2_grpc, tokenizer_pb2, types_pb2
+from tests.gateway.fakes import EOS, MODEL, VOCAB_SIZE, WINDOW, FakeMesh, Fault
+from tests.gateway.running import RunningGateway
+
+HELLO = "Hello, world!"
+Stub: TypeAlias = "inference_pb2_grpc.InferenceServiceAsyncStub"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stub(gateway: RunningGateway) -> "AsyncIterator[Stub]":
+    async with grpc.aio.insecure_channel(gateway.grpc_address) as channel:
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+async def generate(
+    stub: "Stub", request: inference_pb2.GenerateRequest, **options: Any
+) -> tuple[str, list[int], inference_pb2.GenerateFinished]:
+    text, token_ids, finished = "", list[int](), None
+    async for response in stub.Generate(request, **options):
+        assert finished is None
+        if response.HasField("delta"):
+            text += response.delta.text
+            token_ids += response.delta.tokens.token_ids
+        else:
+            finished = response.finished
+    assert finished is not None
+    return text, token_ids, finished
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"text": "hi"},
+        {"prompt_token_ids": types_pb2.TokenSequence(token_ids=b"hi")},
+        {"chat": tokenizer_pb2.Chat(messages_json='[{"role":"user","content":"hi"}]')},
+    ],
+)
+async def test_every_kind_of_input_is_continued(
+    stub: "Stub", mesh: FakeMesh, given: dict[str, Any]
+) -> None:
+    request = inference_pb2.GenerateRequest(model=MODEL, **given)
+    text, token_ids, finished = await generate(stub, request)
+
+    assert text == HELLO
+    assert token_ids == [*HELLO.encode(), EOS]
+    assert finished.finish_reason == types_pb2.FINISH_REASON_STOP
+    assert finished.stop_token_id == EOS
+    assert finished.usage.completion_tokens == len(HELLO) + 1
+    assert finished.prefill_worker_id == "prefill-0"
+    assert finished.decode_worker_id == "decode-0"
+    stages = {timing.stage for timing in finished.timings}
+    assert {types_pb2.STAGE_PREFILL_COMPUTE, types_pb2.STAGE_DECODE_STEPS} <= stages
+
+
+async def test_parameters_and_stop_strings_work_as_over_http(stub: "Stub", mesh: FakeMesh) -> None:
+    request = inference_pb2.GenerateRequest(
+        text="hi",
+        stop=["wor"],
+        sampling_params=types_pb2.SamplingParams(
+            max_tokens=50, temperature=0, seed=-5, num_logprobs=2
+        ),
+        request_id="mine",
+        priority=4,
+    )
+    text, _, finished = await generate(stub, request)
+
+    assert text == "Hello, "
+    assert finished.stop_string == "wor"
+    params = mesh.prefill.requests[0].sampling_params
+    assert (params.max_tokens, params.seed, params.num_logprobs) == (50, -5, 2)
+    assert params.HasField("temperature")
+    assert mesh.scheduler.admits[0].priority == 4
+
+
+async def test_stream_is_resumed_here_too(stub: "Stub", mesh: FakeMesh) -> None:
+    mesh.decode.faults = [Fault(after=4, error=WorkerUnavailable("gone"))]
+
+    text, token_ids, _ = await generate(stub, inference_pb2.GenerateRequest(text="hi"))
+
+    assert text == HELLO
+    assert len(token_ids) == len(HELLO) + 1
+
+
+Request = inference_pb2.GenerateRequest
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (Request(model="x", text="hi"), ModelNotFound),
+        (Request(), InvalidRequest),
+        (Request(text=""), InvalidRequest),
+        (Request(text="hi", stop=[""]), InvalidRequest),
+        (
+            Request(text="hi", sampling_params=types_pb2.SamplingParams(temperature=float("nan"))),
+            InvalidRequest,
+        ),
+        (Request(text="hi", sampling_params=types_pb2.SamplingParams(top_p=7)), InvalidRequest),
+        (
+            Request(prompt_token_ids=types_pb2.TokenSequence(token_ids=[VOCAB_SIZE])),
+            InvalidRequest,
+        ),
+        (
+            Request(text="hi", sampling_params=types_pb2.SamplingParams(max_tokens=WINDOW)),
+            ContextLengthExceeded,
+        ),
+    ],
+)
+async def test_bad_request_is_refused(
+    stub: "Stub", mesh: FakeMesh, request_: Request, error: type[Exception]
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(stub, request_)
+
+    assert isinstance(from_rpc_error(caught.value), error)
+    assert not mesh.scheduler.admits
+
+
+async def test_full_mesh_says_when_to_come_back(stub: "Stub", mesh: FakeMesh) -> None:
+    mesh.scheduler.error = QueueFull("full", retry_after_s=3)
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(stub, Request(text="hi"))
+
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, QueueFull)
+    assert error.retry_after_s == 3
+
+
+async def test_callers_deadline_bounds_the_work(stub: "Stub", mesh: FakeMesh) -> None:
+    mesh.prefill.start_gate = asyncio.Event()
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(stub, Request(text="hi"), timeout=0.3)
+
+    assert isinstance(from_rpc_error(caught.value), DeadlineExceeded)
+    assert mesh.prefill.deadlines_s[0] is not None
+    assert mesh.prefill.deadlines_s[0] <= 0.3
+    await mesh.quiet()
+
+
+async def test_cancelling_the_call_stops_the_work(
+    stub: "Stub", mesh: FakeMesh, gateway: RunningGateway
+) -> None:
+    mesh.model.default = [ord("x")] * 5000
+    mesh.decode.steps = asyncio.Semaphore(3)
+    call = stub.Generate(Request(text="hi"))
+    await call.read()
+    await mesh.decode.was_active.wait()
+
+    call.cancel()
+
+    async with asyncio.timeout(1):
+        await mesh.quiet()
+        await gateway.core.in_flight.wait_idle()
