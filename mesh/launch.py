@@ -1,6 +1,7 @@
 """From a few choices to the services of a mesh on one machine."""
 
 import asyncio
+import os
 import sys
 import urllib.error
 import urllib.request
@@ -97,11 +98,15 @@ def _topology(
     addresses: Mapping[str, str],
     grpc_address: str,
 ) -> dict[str, Any]:
+    num_cores = len(os.sched_getaffinity(0))
     worker = {
         "model": options.model_name,
         "model_path": str(options.model_path),
         "kv_transfer_address": addresses["kv_transfer-0"],
         "segment_prefix": home.segment_prefix,
+        # Threads of one worker that wait for each other while another worker's
+        # run in their place cost more than they bring.
+        "num_threads": max(1, num_cores // (options.num_prefill + options.num_decode)),
     }
     sections: dict[str, dict[str, Any]] = {
         "gateway": {

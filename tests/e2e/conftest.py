@@ -1,11 +1,12 @@
 """The mesh that the tests of this folder share."""
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import grpc
+import openai
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
@@ -38,3 +39,15 @@ def mesh(
     )
     yield running
     pdmesh(home, "down")
+
+
+@pytest.fixture
+def client(mesh: RunningMesh) -> Iterator[openai.OpenAI]:
+    with mesh.client(timeout=60) as made:
+        yield made
+
+
+@pytest.fixture
+async def async_client(mesh: RunningMesh) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with mesh.async_client(timeout=60) as made:
+        yield made

@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from tests.e2e.harness import MODEL, RunningMesh
+from tests.e2e.harness import MODEL
 from tests.prompts import SIX_QUESTIONS
 
 
@@ -31,10 +31,8 @@ def ask(client: openai.OpenAI, kind: str, prompt: str, stream: bool) -> str:
 
 @pytest.mark.parametrize(("kind", "prompt", "expected"), SIX_QUESTIONS)
 def test_the_six_questions_are_answered_right_and_alike_in_both_forms(
-    mesh: RunningMesh, kind: str, prompt: str, expected: str
+    client: openai.OpenAI, kind: str, prompt: str, expected: str
 ) -> None:
-    client = mesh.client()
-
     whole = ask(client, kind, prompt, stream=False)
     streamed = ask(client, kind, prompt, stream=True)
 
@@ -43,13 +41,17 @@ def test_the_six_questions_are_answered_right_and_alike_in_both_forms(
 
 
 async def test_seeded_sampling_gives_the_same_text_alone_and_among_sixteen(
-    mesh: RunningMesh,
+    async_client: openai.AsyncOpenAI,
 ) -> None:
-    client = mesh.async_client()
-
     async def sample(seed: int, prompt: str) -> str:
-        answer = await client.completions.create(
-            model=MODEL, prompt=prompt, max_tokens=32, temperature=0.9, top_p=0.95, seed=seed
+        answer = await async_client.completions.create(
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=32,
+            temperature=0.9,
+            top_p=0.95,
+            seed=seed,
+            extra_body={"ignore_eos": True},
         )
         return answer.choices[0].text
 

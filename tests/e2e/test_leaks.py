@@ -41,11 +41,11 @@ def wait_until_idle(mesh: RunningMesh, timeout_s: float) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("state", STATES)
 async def test_a_client_that_leaves_frees_everything_within_a_second(
-    mesh: RunningMesh, state: str, stream: bool
+    mesh: RunningMesh, async_client: openai.AsyncOpenAI, state: str, stream: bool
 ) -> None:
     prompt = f"{state} {stream}: " + "a long prompt that takes a while to compute. " * 60
     request = asyncio.ensure_future(
-        mesh.async_client().completions.create(
+        async_client.completions.create(
             model=MODEL,
             prompt=prompt,
             max_tokens=2000,
@@ -72,16 +72,15 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(
 
 @pytest.mark.timeout(240)
 async def test_streams_with_random_disconnects_leave_nothing_and_memory_flat(
-    mesh: RunningMesh,
+    mesh: RunningMesh, async_client: openai.AsyncOpenAI
 ) -> None:
     chance = random.Random(7)
-    client = mesh.async_client(timeout=60)
     outcomes = {"finished": 0, "left": 0}
 
     async def keep_asking(worker: int, until: float) -> None:
         while time.monotonic() < until:
             prompt = f"{worker} {chance.random()} " + "words in a row " * chance.randrange(1, 60)
-            stream = await client.completions.create(
+            stream = await async_client.completions.create(
                 model=MODEL,
                 prompt=prompt,
                 max_tokens=chance.randrange(1, 60),

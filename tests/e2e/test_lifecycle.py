@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
 
@@ -85,8 +86,9 @@ def test_the_next_up_cleans_what_a_killed_one_left(tmp_path: Path, model_home: P
         assert first.port != again.port
 
 
-def test_a_sentence_goes_on_when_its_decode_worker_is_killed(mesh: RunningMesh) -> None:
-    client = mesh.client(timeout=60)
+def test_a_sentence_goes_on_when_its_decode_worker_is_killed(
+    mesh: RunningMesh, client: openai.OpenAI
+) -> None:
     ask: dict[str, Any] = {
         "model": MODEL,
         "prompt": "A long story about a lighthouse keeper and his dog: " * 4,
