@@ -1,12 +1,19 @@
-"""Pulls: blocks from one attached engine to another, checked, timed and counted."""
+"""Pulls: blocks from one engine to another, checked, timed and counted."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from kv_transfer_svc.runs import to_runs
-from kv_transfer_svc.segments import Segment, SegmentSpec, SegmentTable
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_transfer_svc.peers import Peers
+from kv_transfer_svc.runs import BlockRun, to_runs
+from kv_transfer_svc.segments import Segment, SegmentTable
 from kv_transfer_svc.transports.base import Transport
+from kv_transfer_svc.transports.block_server import BlockServer
+from kv_transfer_svc.transports.tcp import TcpTransport
 from mesh import metrics
 from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch
 from mesh.telemetry import Stopwatch
@@ -20,6 +27,10 @@ class Pull:
     source_block_ids: Sequence[int]
     destination_engine_id: str
     destination_block_ids: Sequence[int]
+    # One for each source block, or none if the source keeps none.
+    source_generations: Sequence[int] = ()
+    # The agent of the source, for when that is not this one.
+    source_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +40,7 @@ class Moved:
     num_bytes: int
     num_runs: int
     copy_s: float
+    transport: Literal["shared_memory", "tcp"] = "shared_memory"
 
     @property
     def gb_per_s(self) -> float:
@@ -45,14 +57,26 @@ class TransferStats:
     copy_s: float = 0.0
 
 
-class TransferAgent:
-    """Owns the segments of this machine's engines and moves blocks between them."""
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The way to blocks of other machines, and theirs to ours."""
 
-    def __init__(self, segments: SegmentTable, transport: Transport) -> None:
+    peers: Peers
+    transport: TcpTransport
+    block_server: BlockServer
+
+
+class TransferAgent:
+    """Owns the segments of this machine's engines and moves blocks into them."""
+
+    def __init__(
+        self, segments: SegmentTable, transport: Transport, network: Network | None = None
+    ) -> None:
         self.segments = segments
         self.stats = TransferStats()
         self.draining = asyncio.Event()
         self._transport = transport
+        self.network = network
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -79,31 +103,70 @@ class TransferAgent:
     async def _pull(self, pull: Pull) -> Moved:
         if pull.source_engine_id == pull.destination_engine_id:
             raise InvalidRequest("source and destination are the same engine")
+        # Where the source is attached decides, not what the caller believes about it.
+        if self.segments.knows(pull.source_engine_id) or not pull.source_address:
+            return await self._pull_here(pull)
+        if self.network is None:
+            raise KvTransferFailed("this agent does not read from other machines")
+        try:
+            return await self._pull_from_afar(pull, self.network)
+        except KvTransferFailed:
+            self.network.peers.forget(pull.source_address, pull.source_engine_id)
+            raise
+
+    async def _pull_here(self, pull: Pull) -> Moved:
         engine_ids = (pull.source_engine_id, pull.destination_engine_id)
         with self.segments.in_use(*engine_ids) as (source, destination):
             check_layouts(source.spec, destination.spec)
-            runs = to_runs(
-                pull.source_block_ids,
-                pull.destination_block_ids,
-                source.spec.num_blocks,
-                destination.spec.num_blocks,
-            )
+            runs = _runs(pull, source.spec, destination)
             for segment in (source, destination):
                 segment.check_size()
+            block_ids = np.asarray(pull.source_block_ids, np.int64)
+            generations = _generations(pull)
+            source.check_generations(block_ids, generations)
             stopwatch = Stopwatch()
             num_bytes = await self._transport.copy(source, destination, runs)
-            _check_complete(num_bytes, len(pull.source_block_ids), source)
-            return Moved(num_bytes, len(runs), stopwatch.elapsed_s)
+            copy_s = stopwatch.elapsed_s
+            # Blocks that were reused meanwhile may have been read half old, half new.
+            source.check_generations(block_ids, generations)
+            _check_complete(num_bytes, pull, destination)
+            return Moved(num_bytes, len(runs), copy_s)
+
+    async def _pull_from_afar(self, pull: Pull, network: Network) -> Moved:
+        """The source's agent does the checks of the source."""
+        source = await network.peers.locate(pull.source_address, pull.source_engine_id)
+        with self.segments.in_use(pull.destination_engine_id) as (destination,):
+            check_layouts(source, destination.spec)
+            runs = _runs(pull, source, destination)
+            destination.check_size()
+            stopwatch = Stopwatch()
+            num_bytes = await network.transport.read(source, destination, runs, _generations(pull))
+            _check_complete(num_bytes, pull, destination)
+            return Moved(num_bytes, len(runs), stopwatch.elapsed_s, "tcp")
 
     def _count(self, moved: Moved) -> None:
         self.stats.num_pulls += 1
         self.stats.num_bytes += moved.num_bytes
         self.stats.copy_s += moved.copy_s
-        metrics.KV_TRANSFER_BYTES.add(moved.num_bytes)
-        metrics.KV_TRANSFER_DURATION.record(moved.copy_s)
+        labels = {"transport": moved.transport}
+        metrics.KV_TRANSFER_BYTES.add(moved.num_bytes, labels)
+        metrics.KV_TRANSFER_DURATION.record(moved.copy_s, labels)
 
 
-def check_layouts(source: SegmentSpec, destination: SegmentSpec) -> None:
+class BlockLayout(Protocol):
+    """What two engines must have in common, and how many blocks one has."""
+
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def layout_fingerprint(self) -> str: ...
+
+
+def check_layouts(source: BlockLayout, destination: BlockLayout) -> None:
     """Raise LayoutMismatch if a block of one engine means something else to the other."""
     if source.layout_fingerprint != destination.layout_fingerprint:
         raise LayoutMismatch(
@@ -117,7 +180,24 @@ def check_layouts(source: SegmentSpec, destination: SegmentSpec) -> None:
         )
 
 
-def _check_complete(num_bytes: int, num_blocks: int, source: Segment) -> None:
-    expected = num_blocks * source.spec.block_bytes
+def _runs(pull: Pull, source: BlockLayout, destination: Segment) -> list[BlockRun]:
+    return to_runs(
+        pull.source_block_ids,
+        pull.destination_block_ids,
+        source.num_blocks,
+        destination.spec.num_blocks,
+    )
+
+
+def _generations(pull: Pull) -> NDArray[np.uint32]:
+    if pull.source_generations and len(pull.source_generations) != len(pull.source_block_ids):
+        raise InvalidRequest(
+            f"{len(pull.source_generations)} generations for {len(pull.source_block_ids)} blocks"
+        )
+    return np.asarray(pull.source_generations, np.uint32)
+
+
+def _check_complete(num_bytes: int, pull: Pull, destination: Segment) -> None:
+    expected = len(pull.destination_block_ids) * destination.spec.block_bytes
     if num_bytes != expected:
         raise KvTransferFailed(f"{num_bytes} of {expected} bytes arrived")

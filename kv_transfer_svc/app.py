@@ -1,13 +1,17 @@
 """The transfer agent's process: parts put together and run until a signal."""
 
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 
-from kv_transfer_svc.agent import TransferAgent
+from kv_transfer_svc.agent import Network, TransferAgent
 from kv_transfer_svc.config import KvTransferConfig
+from kv_transfer_svc.peers import Peers
 from kv_transfer_svc.segments import SegmentTable
 from kv_transfer_svc.service import KvTransferServicer
+from kv_transfer_svc.transports.block_server import BlockServer
 from kv_transfer_svc.transports.shared_memory import SharedMemoryTransport
+from kv_transfer_svc.transports.tcp import TcpTransport
 from mesh import metrics
+from mesh.client import Channels
 from mesh.server import MeshServer, serve
 from mesh.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 
@@ -16,9 +20,28 @@ SERVICE_NAME = kv_transfer_pb2.DESCRIPTOR.services_by_name["KvTransferService"].
 
 async def run(config: KvTransferConfig) -> None:
     """Serve until a signal, then drain."""
-    with closing(SharedMemoryTransport(config.num_copy_threads)) as transport:
-        agent = TransferAgent(SegmentTable(), transport)
-        metrics.NUM_SEGMENTS.watch(lambda: len(agent.segments))
+    async with AsyncExitStack() as stack:
+        segments = SegmentTable()
+        metrics.NUM_SEGMENTS.watch(lambda: len(segments))
+        block_server = stack.enter_context(
+            BlockServer(
+                segments,
+                config.listen_host,
+                config.data_port,
+                tls=config.tls.server_context() if config.tls else None,
+                stall_timeout_s=config.stall_timeout_s,
+            )
+        )
+        tcp = TcpTransport(
+            num_streams=config.num_streams,
+            connect_timeout_s=config.connect_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
+            tls=config.tls.client_context() if config.tls else None,
+        )
+        stack.enter_context(closing(tcp))
+        peers = Peers(await stack.enter_async_context(Channels()))
+        shared_memory = stack.enter_context(closing(SharedMemoryTransport(config.num_copy_threads)))
+        agent = TransferAgent(segments, shared_memory, Network(peers, tcp, block_server))
         server = MeshServer(config.listen)
         server.add(
             kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,

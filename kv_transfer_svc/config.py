@@ -1,9 +1,11 @@
 """Settings of the KV transfer agent."""
 
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from kv_transfer_svc.tls import TlsFiles
 from mesh.config import ServiceConfig
 
 
@@ -15,3 +17,39 @@ class KvTransferConfig(ServiceConfig):
     num_copy_threads: int = Field(
         2, ge=1, le=64, description="copies between segments that run at the same time"
     )
+    data_port: int = Field(
+        0, ge=0, le=65535, description="TCP port for other machines' agents; 0 is any free one"
+    )
+    num_streams: int = Field(
+        4, ge=1, le=64, description="connections over which one pull from another machine runs"
+    )
+    connect_timeout_s: float = Field(
+        2.0, gt=0, description="bound of connecting to another machine's data port"
+    )
+    stall_timeout_s: float = Field(
+        5.0, gt=0, description="a transfer between machines fails after so long without a byte"
+    )
+    tls_certificate: Path | None = Field(
+        None, description="PEM certificate shown to other agents; all three files or none"
+    )
+    tls_key: Path | None = Field(None, description="PEM key of tls_certificate")
+    tls_authority: Path | None = Field(
+        None, description="PEM certificates of those who may vouch for other agents"
+    )
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        files = (self.tls_certificate, self.tls_key, self.tls_authority)
+        if any(files) and not all(files):
+            raise ValueError("tls_certificate, tls_key and tls_authority belong together")
+        return self
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        if self.tls_certificate and self.tls_key and self.tls_authority:
+            return TlsFiles(self.tls_certificate, self.tls_key, self.tls_authority)
+        return None
+
+    @property
+    def listen_host(self) -> str:
+        return self.listen.rpartition(":")[0].strip("[]")

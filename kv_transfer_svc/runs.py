@@ -52,6 +52,25 @@ def to_runs(
     ]
 
 
+def split_runs(runs: Sequence[BlockRun], num_parts: int) -> list[list[BlockRun]]:
+    """The runs, in order, as at most `num_parts` parts of about the same number of blocks."""
+    num_blocks = sum(run.num_blocks for run in runs)
+    part_size = -(-num_blocks // num_parts)
+    parts: list[list[BlockRun]] = []
+    room = 0
+    for run in runs:
+        start = 0
+        while start < run.num_blocks:
+            if room == 0:
+                parts.append([])
+                room = part_size
+            count = min(room, run.num_blocks - start)
+            parts[-1].append(BlockRun(run.source + start, run.destination + start, count))
+            start += count
+            room -= count
+    return parts
+
+
 def _check_range(block_ids: NDArray[np.int64], num_blocks: int, side: str) -> None:
     largest = int(block_ids.max())
     if largest >= num_blocks or int(block_ids.min()) < 0:

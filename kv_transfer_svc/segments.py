@@ -4,6 +4,7 @@ import logging
 import mmap
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 # Linux 5.14; absent from the mmap module of Python 3.11.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+_GENERATION = np.dtype("<u4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,19 @@ class SegmentSpec:
     block_bytes: int
     num_blocks: int
     layout_fingerprint: str
+    # None: the engine does not count what its blocks contain.
+    generations_offset: int | None = None
 
     @property
     def num_bytes(self) -> int:
+        """Of the blocks alone."""
         return self.block_bytes * self.num_blocks
+
+    @property
+    def file_bytes(self) -> int:
+        if self.generations_offset is None:
+            return self.num_bytes
+        return self.generations_offset + self.num_blocks * _GENERATION.itemsize
 
 
 class Segment:
@@ -43,13 +54,20 @@ class Segment:
         self.spec = spec
         self._file = _open(spec)
         try:
-            self._map = mmap.mmap(self._file, spec.num_bytes)
+            self._map = mmap.mmap(self._file, spec.file_bytes)
         except BaseException:
             os.close(self._file)
             raise
-        blocks = np.frombuffer(self._map, dtype=np.uint8)
+        blocks = np.frombuffer(self._map, dtype=np.uint8, count=spec.num_bytes)
         self._blocks: NDArray[np.uint8] | None = blocks.reshape(spec.num_blocks, spec.block_bytes)
+        self._generations: NDArray[np.uint32] | None = None
+        if spec.generations_offset is not None:
+            self._generations = np.frombuffer(
+                self._map, _GENERATION, spec.num_blocks, spec.generations_offset
+            )
         self._is_resident = np.zeros(spec.num_blocks, dtype=np.bool_)
+        # Also used from the threads that serve other machines.
+        self._lock = threading.Lock()
         self._num_users = 1
 
     @property
@@ -59,19 +77,27 @@ class Segment:
         assert self._blocks is not None, "segment is unmapped"
         return self._blocks
 
+    def bytes_of(self, blocks: slice) -> memoryview:
+        """The bytes of neighbouring blocks, in place."""
+        return self.blocks[blocks].data.cast("B")
+
     @property
     def is_mapped(self) -> bool:
         return self._blocks is not None
 
     def acquire(self) -> None:
-        assert self._num_users > 0, "segment is unmapped"
-        self._num_users += 1
+        with self._lock:
+            assert self._num_users > 0, "segment is unmapped"
+            self._num_users += 1
 
     def release(self) -> None:
-        self._num_users -= 1
-        if self._num_users == 0:
-            # The view goes before the mapping that it points into.
+        with self._lock:
+            self._num_users -= 1
+            is_last = self._num_users == 0
+        if is_last:
+            # The views go before the mapping that they point into.
             self._blocks = None
+            self._generations = None
             try:
                 self._map.close()
             except BufferError:
@@ -81,8 +107,28 @@ class Segment:
 
     def check_size(self) -> None:
         """A file that was cut short since it was mapped would end this process by SIGBUS."""
-        if os.fstat(self._file).st_size < self.spec.num_bytes:
+        if os.fstat(self._file).st_size < self.spec.file_bytes:
             raise KvTransferFailed(f"the segment of engine {self.spec.engine_id!r} was truncated")
+
+    def check_generations(
+        self, block_ids: NDArray[np.int64], generations: NDArray[np.uint32]
+    ) -> None:
+        """Raise KvTransferFailed if a block has got new content since it had its generation.
+
+        Asked before and after a copy, it tells that the copy is of what was meant. Without
+        generations, nothing is checked.
+        """
+        if not len(generations):
+            return
+        if len(generations) != len(block_ids):
+            raise InvalidRequest(f"{len(generations)} generations for {len(block_ids)} blocks")
+        if self._generations is None:
+            raise InvalidRequest(f"engine {self.spec.engine_id!r} keeps no generations")
+        changed = np.flatnonzero(self._generations[block_ids] != generations)
+        if len(changed):
+            raise KvTransferFailed(
+                f"engine {self.spec.engine_id!r} has reused {len(changed)} of the blocks"
+            )
 
     def make_resident(self, first_block: int, num_blocks: int, *, for_writing: bool) -> None:
         """Map the pages of a run at once, the first time that it is used.
@@ -110,6 +156,8 @@ class SegmentTable:
 
     def __init__(self) -> None:
         self._segments: dict[str, Segment] = {}
+        # A segment that is found is acquired before its engine can let go of it.
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -122,13 +170,18 @@ class SegmentTable:
         been noticed to be broken yet.
         """
         segment = Segment(spec)
-        self._segments[spec.engine_id] = segment
+        with self._lock:
+            self._segments[spec.engine_id] = segment
         try:
             yield segment
         finally:
-            if self._segments.get(spec.engine_id) is segment:
-                del self._segments[spec.engine_id]
+            with self._lock:
+                if self._segments.get(spec.engine_id) is segment:
+                    del self._segments[spec.engine_id]
             segment.release()
+
+    def knows(self, engine_id: str) -> bool:
+        return engine_id in self._segments
 
     @contextmanager
     def in_use(self, *engine_ids: str) -> Iterator[tuple[Segment, ...]]:
@@ -136,11 +189,12 @@ class SegmentTable:
 
         Raises KvTransferFailed if one is not attached.
         """
-        segments = tuple(self._get(engine_id) for engine_id in engine_ids)
         with ExitStack() as users:
-            for segment in segments:
-                segment.acquire()
-                users.callback(segment.release)
+            with self._lock:
+                segments = tuple(self._get(engine_id) for engine_id in engine_ids)
+                for segment in segments:
+                    segment.acquire()
+                    users.callback(segment.release)
             yield segments
 
     def _get(self, engine_id: str) -> Segment:
@@ -156,6 +210,9 @@ def _open(spec: SegmentSpec) -> int:
         raise InvalidRequest("engine_id is empty", param="engine_id")
     if spec.block_bytes == 0 or spec.num_blocks == 0:
         raise InvalidRequest("a segment has at least one block of at least one byte")
+    offset = spec.generations_offset
+    if offset is not None and (offset < spec.num_bytes or offset % _GENERATION.itemsize):
+        raise InvalidRequest(f"generations cannot begin at byte {offset}")
     try:
         file = os.open(spec.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
@@ -164,7 +221,7 @@ def _open(spec: SegmentSpec) -> int:
     problem = None
     if not stat.S_ISREG(status.st_mode):
         problem = "is not a file"
-    elif status.st_size < spec.num_bytes:
+    elif status.st_size < spec.file_bytes:
         problem = (
             f"has {status.st_size} bytes, fewer than {spec.num_blocks} blocks of "
             f"{spec.block_bytes} bytes"

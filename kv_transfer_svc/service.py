@@ -8,7 +8,7 @@ import grpc
 
 from kv_transfer_svc.agent import Pull, TransferAgent
 from kv_transfer_svc.segments import SegmentSpec
-from mesh.errors import WorkerUnavailable
+from mesh.errors import KvTransferFailed, WorkerUnavailable
 from mesh.telemetry import span
 from mesh.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, types_pb2
 
@@ -30,6 +30,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             request.block_bytes,
             request.num_blocks,
             request.layout_fingerprint,
+            request.generations_offset if request.HasField("generations_offset") else None,
         )
         extra = {"engine_id": spec.engine_id, "num_blocks": spec.num_blocks}
         with self._agent.segments.attached(spec):
@@ -52,6 +53,8 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             list(request.source_block_ids),
             request.destination_engine_id,
             list(request.destination_block_ids),
+            list(request.source_generations),
+            request.source_address,
         )
         with span("kv.pull", {"pdmesh.kv.num_blocks": len(pull.source_block_ids)}) as current:
             moved = await self._agent.pull(pull)
@@ -60,6 +63,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                     "pdmesh.kv.bytes": moved.num_bytes,
                     "pdmesh.kv.num_runs": moved.num_runs,
                     "pdmesh.kv.gb_per_s": moved.gb_per_s,
+                    "pdmesh.kv.transport": moved.transport,
                 }
             )
         return kv_transfer_pb2.PullResponse(
@@ -69,6 +73,25 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
                     stage=types_pb2.STAGE_KV_TRANSFER, duration_ms=moved.copy_s * 1000
                 )
             ],
+        )
+
+    async def Locate(
+        self,
+        request: kv_transfer_pb2.LocateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> kv_transfer_pb2.LocateResponse:
+        if self._agent.network is None:
+            raise KvTransferFailed("this agent sends nothing to other machines")
+        block_server = self._agent.network.block_server
+        with self._agent.segments.in_use(request.engine_id) as (segment,):
+            spec = segment.spec
+        return kv_transfer_pb2.LocateResponse(
+            data_port=block_server.port,
+            token=block_server.token,
+            uses_tls=block_server.uses_tls,
+            block_bytes=spec.block_bytes,
+            num_blocks=spec.num_blocks,
+            layout_fingerprint=spec.layout_fingerprint,
         )
 
     async def GetStats(

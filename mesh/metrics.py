@@ -207,9 +207,12 @@ DISAGG_DECISIONS = Counter(
         "reason": Values("isl_bounding", "prefill_remote", "no_prefill_worker", "forced"),
     },
 )
-KV_TRANSFER_BYTES = Counter("pdmesh.kv_transfer.size", "By", "KV bytes moved between engines")
+_TRANSPORT = {"transport": Values("shared_memory", "tcp")}
+KV_TRANSFER_BYTES = Counter(
+    "pdmesh.kv_transfer.size", "By", "KV bytes moved between engines", _TRANSPORT
+)
 KV_TRANSFER_DURATION = Histogram(
-    "pdmesh.kv_transfer.duration", "s", "Time to move one request's blocks", _SECONDS
+    "pdmesh.kv_transfer.duration", "s", "Time of one copy of blocks", _SECONDS, _TRANSPORT
 )
 KV_TRANSFER_FAILURES = Counter(
     "pdmesh.kv_transfer.failures",

@@ -1,6 +1,8 @@
 """What a way of moving blocks must do."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from kv_transfer_svc.runs import BlockRun
@@ -17,3 +19,34 @@ class Transport(Protocol):
         cancelling it waits for the part in flight. Raises KvTransferFailed when not all arrived.
         """
         ...
+
+
+async def to_their_end(works: Sequence["Future[int]"], stop: Callable[[], object]) -> int:
+    """Wait for threads' work even while being cancelled, and add up what it comes to.
+
+    It may write to blocks that the caller reuses as soon as this returns. When one fails, or
+    on a cancellation, `stop` makes the others end soon.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    failed: BaseException | None = None
+    num_bytes = 0
+    pending = {asyncio.wrap_future(work) for work in works}
+    while pending:
+        try:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError as error:
+            cancelled = error
+            stop()
+            continue
+        for work in done:
+            if work.cancelled():
+                continue
+            problem = work.exception()
+            if problem is None:
+                num_bytes += work.result()
+            elif failed is None:
+                failed = problem
+                stop()
+    if (end := cancelled or failed) is not None:
+        raise end
+    return num_bytes

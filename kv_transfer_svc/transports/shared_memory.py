@@ -1,13 +1,13 @@
 """Blocks between two engines of one machine: a single copy from mapping to mapping."""
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment
+from kv_transfer_svc.transports.base import to_their_end
 
 
 class SharedMemoryTransport:
@@ -18,7 +18,8 @@ class SharedMemoryTransport:
 
     async def copy(self, source: Segment, destination: Segment, runs: Sequence[BlockRun]) -> int:
         copying = self._threads.submit(copy_runs, source, destination, runs)
-        return await _to_its_end(copying)
+        # Only a copy that no thread has begun can be stopped.
+        return await to_their_end([copying], stop=copying.cancel)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)
@@ -35,21 +36,3 @@ def copy_runs(source: Segment, destination: Segment, runs: Sequence[BlockRun]) -
         np.copyto(written, source.blocks[run.source : run.source + run.num_blocks])
         num_bytes += written.nbytes
     return num_bytes
-
-
-async def _to_its_end(copying: "Future[int]") -> int:
-    """Wait for a copy even while being cancelled: it cannot be stopped half-way, and the caller
-    may reuse the destination as soon as this returns."""
-    finished = asyncio.wrap_future(copying)
-    cancelled: asyncio.CancelledError | None = None
-    while not finished.done():
-        try:
-            await asyncio.wait([finished])
-        except asyncio.CancelledError as error:
-            cancelled = error
-            copying.cancel()  # Works only on a copy that no thread has begun.
-    if cancelled is not None:
-        if not finished.cancelled():
-            finished.exception()  # Seen, so that asyncio does not report it as lost.
-        raise cancelled
-    return finished.result()

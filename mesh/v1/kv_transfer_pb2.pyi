@@ -30,6 +30,7 @@ class AttachSegmentRequest(_message.Message):
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    GENERATIONS_OFFSET_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """The engine; a new process is a new id."""
     path: _builtins.str
@@ -40,6 +41,10 @@ class AttachSegmentRequest(_message.Message):
     """Blocks in the segment."""
     layout_fingerprint: _builtins.str
     """Engines exchange blocks only when this is equal on both sides."""
+    generations_offset: _builtins.int
+    """Where in the file each block's generation is, a 32-bit number that changes
+    before the block gets new content. Absent: the engine keeps none.
+    """
     def __init__(
         self,
         *,
@@ -48,12 +53,15 @@ class AttachSegmentRequest(_message.Message):
         block_bytes: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         layout_fingerprint: _builtins.str = ...,
+        generations_offset: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset", "generations_offset", b"generations_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "engine_id", b"engine_id", "layout_fingerprint", b"layout_fingerprint", "num_blocks", b"num_blocks", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset", "block_bytes", b"block_bytes", "engine_id", b"engine_id", "generations_offset", b"generations_offset", "layout_fingerprint", b"layout_fingerprint", "num_blocks", b"num_blocks", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__generations_offset: _TypeAlias = _typing.Literal["generations_offset"]  # noqa: Y015
+    _WhichOneofArgType__generations_offset: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generations_offset) -> _WhichOneofReturnType__generations_offset | None: ...
 
 Global___AttachSegmentRequest: _TypeAlias = AttachSegmentRequest  # noqa: Y015
 
@@ -85,12 +93,16 @@ class PullRequest(_message.Message):
     SOURCE_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     DESTINATION_ENGINE_ID_FIELD_NUMBER: _builtins.int
     DESTINATION_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    SOURCE_GENERATIONS_FIELD_NUMBER: _builtins.int
+    SOURCE_ADDRESS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id from the gateway, for logs and traces."""
     source_engine_id: _builtins.str
     """From."""
     destination_engine_id: _builtins.str
     """To."""
+    source_address: _builtins.str
+    """KvTransferService of the machine where the source is attached."""
     @_builtins.property
     def source_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Which, in order."""
@@ -98,6 +110,12 @@ class PullRequest(_message.Message):
     @_builtins.property
     def destination_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Where, in order; as many as `source_block_ids`."""
+
+    @_builtins.property
+    def source_generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The source blocks' generations when they were handed over. They are compared
+        before and after the copy; none are given for a source that keeps none.
+        """
 
     def __init__(
         self,
@@ -107,10 +125,12 @@ class PullRequest(_message.Message):
         source_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         destination_engine_id: _builtins.str = ...,
         destination_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        source_generations: _abc.Iterable[_builtins.int] | None = ...,
+        source_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_block_ids", b"destination_block_ids", "destination_engine_id", b"destination_engine_id", "request_id", b"request_id", "source_block_ids", b"source_block_ids", "source_engine_id", b"source_engine_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_block_ids", b"destination_block_ids", "destination_engine_id", b"destination_engine_id", "request_id", b"request_id", "source_address", b"source_address", "source_block_ids", b"source_block_ids", "source_engine_id", b"source_engine_id", "source_generations", b"source_generations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -143,6 +163,72 @@ class PullResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
+
+@_typing.final
+class LocateRequest(_message.Message):
+    """Asks where an engine's blocks can be read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """The engine."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateRequest: _TypeAlias = LocateRequest  # noqa: Y015
+
+@_typing.final
+class LocateResponse(_message.Message):
+    """Where they can be read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_PORT_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    USES_TLS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    data_port: _builtins.int
+    """TCP port for blocks, on the host that answers this call."""
+    token: _builtins.bytes
+    """To be shown on that port. It dies with the agent's process, so that nobody
+    reads from a successor what he meant to read from this one.
+    """
+    uses_tls: _builtins.bool
+    """The port speaks TLS."""
+    block_bytes: _builtins.int
+    """Bytes of one block."""
+    num_blocks: _builtins.int
+    """Blocks in the segment."""
+    layout_fingerprint: _builtins.str
+    """Engines exchange blocks only when this is equal on both sides."""
+    def __init__(
+        self,
+        *,
+        data_port: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+        uses_tls: _builtins.bool = ...,
+        block_bytes: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+        layout_fingerprint: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "data_port", b"data_port", "layout_fingerprint", b"layout_fingerprint", "num_blocks", b"num_blocks", "token", b"token", "uses_tls", b"uses_tls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateResponse: _TypeAlias = LocateResponse  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):

@@ -46,6 +46,11 @@ class KvTransferServiceStub:
                 request_serializer=mesh_dot_v1_dot_kv__transfer__pb2.PullRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.PullResponse.FromString,
                 _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/mesh.v1.KvTransferService/Locate',
+                request_serializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/mesh.v1.KvTransferService/GetStats',
                 request_serializer=mesh_dot_v1_dot_kv__transfer__pb2.GetStatsRequest.SerializeToString,
@@ -80,11 +85,26 @@ class KvTransferServiceServicer:
         which the agent completes before it ends the call. The caller also keeps the
         source's lease alive, and checks with ReleaseKv afterwards that it was.
 
+        Asked of the destination's agent. A source that is not attached there is read
+        from its own agent, over a connection between the two.
+
         Errors:
         INVALID_ARGUMENT     block ids are out of range or differ in number
         FAILED_PRECONDITION  the layout fingerprints differ; the message names both
-        ABORTED              an engine is not attached here; the prompt must be
-        computed again
+        ABORTED              an engine is not attached, its agent cannot be reached,
+        bytes were damaged on the way, or a block was reused
+        before or while it was read; nothing that was written
+        may be used
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Locate(self, request, context):
+        """Tells another machine's agent how to read an engine's blocks from here.
+
+        Errors:
+        ABORTED  the engine is not attached here
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,6 +129,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.Pull,
                     request_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.PullRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_kv__transfer__pb2.PullResponse.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -172,6 +197,33 @@ class KvTransferService:
             '/mesh.v1.KvTransferService/Pull',
             mesh_dot_v1_dot_kv__transfer__pb2.PullRequest.SerializeToString,
             mesh_dot_v1_dot_kv__transfer__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.KvTransferService/Locate',
+            mesh_dot_v1_dot_kv__transfer__pb2.LocateRequest.SerializeToString,
+            mesh_dot_v1_dot_kv__transfer__pb2.LocateResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,11 +53,22 @@ class KvTransferServiceStub:
     which the agent completes before it ends the call. The caller also keeps the
     source's lease alive, and checks with ReleaseKv afterwards that it was.
 
+    Asked of the destination's agent. A source that is not attached there is read
+    from its own agent, over a connection between the two.
+
     Errors:
       INVALID_ARGUMENT     block ids are out of range or differ in number
       FAILED_PRECONDITION  the layout fingerprints differ; the message names both
-      ABORTED              an engine is not attached here; the prompt must be
-                           computed again
+      ABORTED              an engine is not attached, its agent cannot be reached,
+                           bytes were damaged on the way, or a block was reused
+                           before or while it was read; nothing that was written
+                           may be used
+    """
+    Locate: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.LocateRequest, _kv_transfer_pb2.LocateResponse]
+    """Tells another machine's agent how to read an engine's blocks from here.
+
+    Errors:
+      ABORTED  the engine is not attached here
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.GetStatsRequest, _kv_transfer_pb2.GetStatsResponse]
     """Reports what is attached and what was moved."""
@@ -87,11 +98,22 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     which the agent completes before it ends the call. The caller also keeps the
     source's lease alive, and checks with ReleaseKv afterwards that it was.
 
+    Asked of the destination's agent. A source that is not attached there is read
+    from its own agent, over a connection between the two.
+
     Errors:
       INVALID_ARGUMENT     block ids are out of range or differ in number
       FAILED_PRECONDITION  the layout fingerprints differ; the message names both
-      ABORTED              an engine is not attached here; the prompt must be
-                           computed again
+      ABORTED              an engine is not attached, its agent cannot be reached,
+                           bytes were damaged on the way, or a block was reused
+                           before or while it was read; nothing that was written
+                           may be used
+    """
+    Locate: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.LocateRequest, _kv_transfer_pb2.LocateResponse]  # type: ignore[assignment]
+    """Tells another machine's agent how to read an engine's blocks from here.
+
+    Errors:
+      ABORTED  the engine is not attached here
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.GetStatsRequest, _kv_transfer_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Reports what is attached and what was moved."""
@@ -130,11 +152,28 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         which the agent completes before it ends the call. The caller also keeps the
         source's lease alive, and checks with ReleaseKv afterwards that it was.
 
+        Asked of the destination's agent. A source that is not attached there is read
+        from its own agent, over a connection between the two.
+
         Errors:
           INVALID_ARGUMENT     block ids are out of range or differ in number
           FAILED_PRECONDITION  the layout fingerprints differ; the message names both
-          ABORTED              an engine is not attached here; the prompt must be
-                               computed again
+          ABORTED              an engine is not attached, its agent cannot be reached,
+                               bytes were damaged on the way, or a block was reused
+                               before or while it was read; nothing that was written
+                               may be used
+        """
+
+    @_abc_1.abstractmethod
+    def Locate(
+        self,
+        request: _kv_transfer_pb2.LocateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_transfer_pb2.LocateResponse, _abc.Awaitable[_kv_transfer_pb2.LocateResponse]]:
+        """Tells another machine's agent how to read an engine's blocks from here.
+
+        Errors:
+          ABORTED  the engine is not attached here
         """
 
     @_abc_1.abstractmethod

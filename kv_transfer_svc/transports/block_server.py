@@ -1,0 +1,172 @@
+"""The data port: sends blocks of attached engines to other machines' agents."""
+
+import logging
+import secrets
+import socket
+import ssl
+import threading
+from typing import Self
+
+from kv_transfer_svc.segments import Segment, SegmentTable
+from kv_transfer_svc.transports import block_wire
+from kv_transfer_svc.transports.block_wire import ReadRequest
+from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch, MeshError
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 128
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class BlockServer:
+    """Listens inside its block, a thread for each connection; sending releases the lock.
+
+    It answers only those who show its token, which they learn from this very process.
+    """
+
+    def __init__(
+        self,
+        segments: SegmentTable,
+        host: str,
+        port: int = 0,
+        *,
+        tls: ssl.SSLContext | None = None,
+        stall_timeout_s: float = 5.0,
+        max_connections: int = 256,
+    ) -> None:
+        self.token = secrets.token_bytes(block_wire.TOKEN_BYTES)
+        self.uses_tls = tls is not None
+        self._segments = segments
+        self._address = (host, port)
+        self._tls = tls
+        self._stall_timeout_s = stall_timeout_s
+        self._max_connections = max_connections
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._is_closing = False
+
+    def __enter__(self) -> Self:
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        self._listener = socket.create_server(self._address, family=family, backlog=_BACKLOG)
+        self._accepting = threading.Thread(target=self._accept_for_ever, name="kv-accept")
+        self._accepting.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with self._lock:
+            self._is_closing = True
+            open_now = dict(self._connections)
+        # Wakes whoever waits on them, which closing does not.
+        shut_down(self._listener)
+        for connection in open_now:
+            shut_down(connection)
+        self._accepting.join()
+        self._listener.close()
+        for thread in open_now.values():
+            thread.join(_CLOSE_TIMEOUT_S)
+
+    @property
+    def port(self) -> int:
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def _accept_for_ever(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if self._is_closing:
+                    return
+                # Out of descriptors, or a peer that went away again: others may still come.
+                logger.warning("connection not accepted", extra={"reason": str(error)})
+                continue
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name="kv-send", daemon=True
+            )
+            with self._lock:
+                is_welcome = not self._is_closing and (
+                    len(self._connections) < self._max_connections
+                )
+                if is_welcome:
+                    self._connections[connection] = thread
+            if is_welcome:
+                thread.start()
+            else:
+                logger.warning("too many connections to the data port")
+                connection.close()
+
+    def _serve(self, accepted: socket.socket) -> None:
+        connection = accepted
+        try:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            accepted.settimeout(self._stall_timeout_s)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(accepted, server_side=True)
+                with self._lock:
+                    # Wrapping takes the descriptor away from the socket that was accepted.
+                    self._connections[connection] = self._connections.pop(accepted)
+                    if self._is_closing:
+                        shut_down(connection)
+            while first_byte := _wait_for_request(connection):
+                connection.settimeout(self._stall_timeout_s)
+                self._answer(connection, block_wire.receive_request(connection, first_byte))
+        except (OSError, block_wire.WireError) as error:
+            if not self._is_closing:
+                logger.warning("a reader is gone", extra={"reason": str(error)})
+        finally:
+            connection.close()
+            with self._lock:
+                self._connections.pop(connection, None)
+
+    def _answer(self, connection: socket.socket, request: ReadRequest) -> None:
+        try:
+            self._check_token(request)
+            with self._segments.in_use(request.engine_id) as (segment,):
+                _send_blocks(connection, request, segment)
+        except MeshError as error:
+            block_wire.send_error(connection, str(error))
+
+    def _check_token(self, request: ReadRequest) -> None:
+        if not secrets.compare_digest(request.token, self.token):
+            raise KvTransferFailed("the token is another agent's: ask this one where to read")
+
+
+def _send_blocks(connection: socket.socket, request: ReadRequest, segment: Segment) -> None:
+    """The blocks as they lie in the segment; raises MeshError where an answer must be refused."""
+    if request.block_bytes != segment.spec.block_bytes:
+        raise LayoutMismatch(
+            f"blocks of engine {request.engine_id!r} have {segment.spec.block_bytes} bytes, "
+            f"not {request.block_bytes}"
+        )
+    for first, count in request.runs.tolist():
+        if first + count > segment.spec.num_blocks:
+            raise InvalidRequest(
+                f"block {first + count - 1} is outside a segment of {segment.spec.num_blocks}"
+            )
+    segment.check_size()
+    block_ids = request.block_ids
+    segment.check_generations(block_ids, request.generations)
+    for first, count in request.runs.tolist():
+        segment.make_resident(first, count, for_writing=False)
+        for piece in block_wire.pieces(first, count, segment.spec.block_bytes):
+            block_wire.send_piece(connection, segment.bytes_of(piece))
+    # Blocks that were reused meanwhile may have been sent half old, half new.
+    segment.check_generations(block_ids, request.generations)
+    block_wire.send_end(connection)
+
+
+def _wait_for_request(connection: socket.socket) -> bytes:
+    """The first byte of a request, for which there is no hurry; empty at the end."""
+    connection.settimeout(None)
+    return connection.recv(1)
+
+
+def shut_down(connection: socket.socket) -> None:
+    """Make every call on a connection return, in whichever thread; harmless if it is over.
+
+    On TLS too it is the plain one: the other takes its state from under whoever reads.
+    """
+    try:
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+    except OSError as error:
+        logger.debug("connection was over", extra={"reason": str(error)})

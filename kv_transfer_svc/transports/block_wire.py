@@ -1,0 +1,173 @@
+"""What two agents say to each other on the data port, byte for byte.
+
+    request  "PDKV" | version u16 | length u32 | body
+    body     token 16 bytes | block_bytes u64 | sizes of the three that follow, each u32
+             engine id | runs: (first block u32, blocks u32), ... | generations: u32, ...
+    answer   a piece of each run after the other, then the end:
+             kind u8 | length u64 | xxh3-64 u64 | payload
+             or, in place of any of them, an error, whose payload is its text
+
+Numbers are little-endian. A connection carries one request after another; whoever finds
+anything wrong closes it, so that bytes of one answer are never taken for another's.
+"""
+
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+TOKEN_BYTES = 16
+# Fits into a core's cache, so that checking a piece costs no trip to memory.
+_PIECE_BYTES = 1 << 20
+_MAX_BODY_BYTES = 64 << 20
+_MAX_ERROR_BYTES = 4096
+
+_PREFIX = struct.Struct("<4sHI")
+_BODY = struct.Struct(f"<{TOKEN_BYTES}sQIII")
+_FRAME = struct.Struct("<BQQ")
+_MAGIC = b"PDKV"
+_VERSION = 1
+_U32 = np.dtype("<u4")
+
+
+class WireError(Exception):
+    """The other side does not keep to the protocol, or its bytes were damaged."""
+
+
+class PeerError(Exception):
+    """The other side says why it does not answer."""
+
+
+class Kind(IntEnum):
+    """What a frame of an answer is."""
+
+    PIECE = 1
+    END = 2
+    ERROR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Blocks of one engine, as runs of neighbours."""
+
+    token: bytes
+    engine_id: str
+    block_bytes: int
+    # [(first block, number of blocks)]
+    runs: NDArray[np.uint32]
+    # One a block, or none.
+    generations: NDArray[np.uint32]
+
+    @property
+    def block_ids(self) -> NDArray[np.int64]:
+        ranges = [np.arange(first, first + count) for first, count in self.runs.tolist()]
+        return np.concatenate([np.empty(0, np.int64), *ranges])
+
+
+def pieces(first_block: int, num_blocks: int, block_bytes: int) -> Iterator[slice]:
+    """The blocks of a run, a piece at a time; both sides cut alike."""
+    step = max(1, _PIECE_BYTES // block_bytes)
+    end = first_block + num_blocks
+    for start in range(first_block, end, step):
+        yield slice(start, min(start + step, end))
+
+
+def send_request(connection: socket.socket, request: ReadRequest) -> None:
+    engine_id = request.engine_id.encode()
+    runs = request.runs.astype(_U32).tobytes()
+    generations = request.generations.astype(_U32).tobytes()
+    body = _BODY.pack(
+        request.token, request.block_bytes, len(engine_id), len(runs), len(generations)
+    )
+    parts: Sequence[bytes] = (body, engine_id, runs, generations)
+    prefix = _PREFIX.pack(_MAGIC, _VERSION, sum(map(len, parts)))
+    connection.sendall(b"".join((prefix, *parts)))
+
+
+def receive_request(connection: socket.socket, first_byte: bytes) -> ReadRequest:
+    """`first_byte` was read by whoever waited for the request."""
+    prefix = first_byte + _receive(connection, _PREFIX.size - len(first_byte))
+    magic, version, length = _PREFIX.unpack(prefix)
+    if (magic, version) != (_MAGIC, _VERSION):
+        raise WireError(f"not a request of version {_VERSION}")
+    if not _BODY.size <= length <= _MAX_BODY_BYTES:
+        raise WireError(f"a request of {length} bytes")
+    body = memoryview(_receive(connection, length))
+    token, block_bytes, *sizes = _BODY.unpack(body[: _BODY.size])
+    if _BODY.size + sum(sizes) != length or any(size % _U32.itemsize for size in sizes[1:]):
+        raise WireError("the parts of a request do not add up")
+    parts, start = [], _BODY.size
+    for size in sizes:
+        parts.append(body[start : start + size])
+        start += size
+    runs = np.frombuffer(parts[1], _U32)
+    if len(runs) % 2:
+        raise WireError("half a run")
+    return ReadRequest(
+        token=token,
+        engine_id=bytes(parts[0]).decode(errors="replace"),
+        block_bytes=block_bytes,
+        runs=runs.reshape(-1, 2),
+        generations=np.frombuffer(parts[2], _U32),
+    )
+
+
+def send_piece(connection: socket.socket, payload: memoryview) -> None:
+    checksum = xxhash.xxh3_64_intdigest(payload)
+    connection.sendall(_FRAME.pack(Kind.PIECE, len(payload), checksum))
+    connection.sendall(payload)
+
+
+def send_end(connection: socket.socket) -> None:
+    connection.sendall(_FRAME.pack(Kind.END, 0, 0))
+
+
+def send_error(connection: socket.socket, message: str) -> None:
+    text = message.encode()[:_MAX_ERROR_BYTES]
+    connection.sendall(_FRAME.pack(Kind.ERROR, len(text), 0) + text)
+
+
+def receive_piece(connection: socket.socket, destination: memoryview) -> None:
+    """Fill `destination`; raises PeerError or WireError, whatever has been written by then."""
+    checksum = _receive_frame(connection, Kind.PIECE, len(destination))
+    _receive_into(connection, destination)
+    if xxhash.xxh3_64_intdigest(destination) != checksum:
+        raise WireError("bytes were damaged on the way: their checksum differs")
+
+
+def receive_end(connection: socket.socket) -> None:
+    """Take the other side's word that what it sent was valid to the end."""
+    _receive_frame(connection, Kind.END, 0)
+
+
+def _receive_frame(connection: socket.socket, expected: Kind, expected_length: int) -> int:
+    """The checksum of a frame's payload, which is still to come."""
+    kind, length, checksum = _FRAME.unpack(_receive(connection, _FRAME.size))
+    if kind == Kind.ERROR:
+        if length > _MAX_ERROR_BYTES:
+            raise WireError(f"an error of {length} bytes")
+        raise PeerError(_receive(connection, length).decode(errors="replace"))
+    if (kind, length) != (expected, expected_length):
+        raise WireError(
+            f"frame {kind} with {length} bytes instead of {expected:d} with {expected_length}"
+        )
+    return int(checksum)
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    buffer = bytearray(num_bytes)
+    _receive_into(connection, memoryview(buffer))
+    return bytes(buffer)
+
+
+def _receive_into(connection: socket.socket, destination: memoryview) -> None:
+    while len(destination):
+        num_bytes = connection.recv_into(destination)
+        if num_bytes == 0:
+            raise ConnectionError("the connection ended in the middle of a message")
+        destination = destination[num_bytes:]

@@ -1,0 +1,238 @@
+"""Blocks from another machine: parallel streams from its segment straight into ours."""
+
+import select
+import socket
+import ssl
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_transfer_svc.runs import BlockRun, split_runs
+from kv_transfer_svc.segments import Segment
+from kv_transfer_svc.transports import block_wire
+from kv_transfer_svc.transports.base import to_their_end
+from kv_transfer_svc.transports.block_server import shut_down
+from kv_transfer_svc.transports.block_wire import PeerError, ReadRequest, WireError
+from mesh.errors import KvTransferFailed
+
+# Below this a second stream costs more than it brings.
+_MIN_STREAM_BYTES = 4 << 20
+_MAX_IDLE_CONNECTIONS = 16
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSource:
+    """An engine attached to another agent, and that agent's data port."""
+
+    engine_id: str
+    block_bytes: int
+    num_blocks: int
+    layout_fingerprint: str
+    data_address: Address
+    token: bytes
+    uses_tls: bool
+
+
+class TcpTransport:
+    """Owns the threads that receive and the connections that wait for the next read."""
+
+    def __init__(
+        self,
+        *,
+        num_streams: int = 4,
+        num_threads: int = 16,
+        connect_timeout_s: float = 2.0,
+        stall_timeout_s: float = 5.0,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._num_streams = num_streams
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-receive")
+        self._connections = _Connections(connect_timeout_s, stall_timeout_s, tls)
+
+    async def read(
+        self,
+        source: RemoteSource,
+        destination: Segment,
+        runs: Sequence[BlockRun],
+        generations: NDArray[np.uint32],
+    ) -> int:
+        """Return the bytes that were written, when the last of them is.
+
+        The destination is not written to any more once the call has ended, in whichever way:
+        only this process's threads write, and cancelling cuts their connections and waits for
+        them. Raises KvTransferFailed when not everything arrived as it was sent.
+        """
+        num_bytes = sum(run.num_blocks for run in runs) * source.block_bytes
+        num_streams = max(1, min(self._num_streams, num_bytes // _MIN_STREAM_BYTES))
+        streams = _Streams(self._connections, source, destination)
+        shares = _with_generations(split_runs(runs, num_streams), generations)
+        works = [self._threads.submit(streams.read, *share) for share in shares]
+
+        def stop() -> None:
+            for work in works:
+                work.cancel()
+            streams.cut()
+
+        return await to_their_end(works, stop)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+        self._connections.close()
+
+
+class _Streams:
+    """The connections over which one read runs, so that it can be cut short."""
+
+    def __init__(
+        self, connections: "_Connections", source: RemoteSource, destination: Segment
+    ) -> None:
+        self._connections = connections
+        self._source = source
+        self._destination = destination
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._is_cut = False
+
+    def read(self, runs: Sequence[BlockRun], generations: NDArray[np.uint32]) -> int:
+        """Fill the destination's blocks; in a thread."""
+        host, port = self._source.data_address
+        try:
+            with (
+                self._connections.lend(self._source) as connection,
+                self._cuttable(connection),
+            ):
+                return self._receive(connection, runs, generations)
+        except (OSError, WireError, PeerError) as error:
+            raise KvTransferFailed(f"reading from {host}:{port}: {error}") from error
+
+    def cut(self) -> None:
+        """Make every stream fail at once."""
+        with self._lock:
+            self._is_cut = True
+            for connection in self._open:
+                shut_down(connection)
+
+    @contextmanager
+    def _cuttable(self, connection: socket.socket) -> Iterator[None]:
+        with self._lock:
+            if self._is_cut:
+                raise ConnectionError("the read was stopped")
+            self._open.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+                if self._is_cut:
+                    # It was shut down after its last byte: nobody may use it again.
+                    raise ConnectionError("the read was stopped")
+
+    def _receive(
+        self,
+        connection: socket.socket,
+        runs: Sequence[BlockRun],
+        generations: NDArray[np.uint32],
+    ) -> int:
+        source, destination = self._source, self._destination
+        sources = np.array([(run.source, run.num_blocks) for run in runs], np.uint32)
+        request = ReadRequest(
+            source.token, source.engine_id, source.block_bytes, sources, generations
+        )
+        block_wire.send_request(connection, request)
+        num_bytes = 0
+        for run in runs:
+            destination.make_resident(run.destination, run.num_blocks, for_writing=True)
+            for piece in block_wire.pieces(run.destination, run.num_blocks, source.block_bytes):
+                written = destination.bytes_of(piece)
+                block_wire.receive_piece(connection, written)
+                num_bytes += len(written)
+        block_wire.receive_end(connection)
+        return num_bytes
+
+
+class _Connections:
+    """Connections to data ports, opened when needed and kept for the next read."""
+
+    def __init__(
+        self, connect_timeout_s: float, stall_timeout_s: float, tls: ssl.SSLContext | None
+    ) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._idle: dict[Address, list[socket.socket]] = defaultdict(list)
+
+    @contextmanager
+    def lend(self, source: RemoteSource) -> Iterator[socket.socket]:
+        """A connection for one read; after a failure nobody gets it again."""
+        connection = self._take_idle(source.data_address) or self._connect(source)
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            idle = self._idle[source.data_address]
+            idle.append(connection)
+            surplus = idle.pop(0) if len(idle) > _MAX_IDLE_CONNECTIONS else None
+        if surplus is not None:
+            surplus.close()
+
+    def close(self) -> None:
+        with self._lock:
+            for idle in self._idle.values():
+                for connection in idle:
+                    connection.close()
+            self._idle.clear()
+
+    def _take_idle(self, address: Address) -> socket.socket | None:
+        while True:
+            with self._lock:
+                idle = self._idle.get(address)
+                connection = idle.pop() if idle else None
+                if not idle:
+                    self._idle.pop(address, None)
+            if connection is None or not _has_ended(connection):
+                return connection
+            connection.close()
+
+    def _connect(self, source: RemoteSource) -> socket.socket:
+        if source.uses_tls != (self._tls is not None):
+            ours, theirs = ("has", "none") if self._tls is not None else ("has no", "one")
+            raise KvTransferFailed(f"this agent {ours} TLS certificate, the other has {theirs}")
+        host, _ = source.data_address
+        connection = socket.create_connection(source.data_address, self._connect_timeout_s)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_hostname=host)
+            connection.settimeout(self._stall_timeout_s)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether an idle connection is over: there is nothing else that the other side may send."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _with_generations(
+    shares: Sequence[Sequence[BlockRun]], generations: NDArray[np.uint32]
+) -> Iterator[tuple[Sequence[BlockRun], NDArray[np.uint32]]]:
+    start = 0
+    for runs in shares:
+        end = start + sum(run.num_blocks for run in runs)
+        yield runs, generations[start:end]
+        start = end

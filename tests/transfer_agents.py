@@ -1,0 +1,73 @@
+"""Real transfer agents in this process: each is a machine of its own, on loopback."""
+
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+from kv_transfer_svc.agent import Network, Pull, TransferAgent
+from kv_transfer_svc.app import SERVICE_NAME
+from kv_transfer_svc.peers import Peers
+from kv_transfer_svc.segments import Segment, SegmentSpec, SegmentTable
+from kv_transfer_svc.service import KvTransferServicer
+from kv_transfer_svc.tls import TlsFiles
+from kv_transfer_svc.transports.base import Transport
+from kv_transfer_svc.transports.block_server import BlockServer
+from kv_transfer_svc.transports.shared_memory import SharedMemoryTransport
+from kv_transfer_svc.transports.tcp import TcpTransport
+from mesh.client import Channels
+from mesh.server import MeshServer
+from mesh.v1 import kv_transfer_pb2_grpc
+
+
+@dataclass
+class RunningAgent:
+    """One machine's agent; stopping it is the machine's end."""
+
+    agent: TransferAgent
+    address: str
+    stack: AsyncExitStack
+
+    def attach(self, spec: SegmentSpec) -> Segment:
+        return self.stack.enter_context(self.agent.segments.attached(spec))
+
+    async def stop(self) -> None:
+        await self.stack.aclose()
+
+
+async def start_agent(
+    transport: Transport | None = None,
+    *,
+    listen: str = "127.0.0.1:0",
+    tls: TlsFiles | None = None,
+    **settings: Any,
+) -> RunningAgent:
+    async with AsyncExitStack() as stack:
+        segments = SegmentTable()
+        block_server = stack.enter_context(
+            BlockServer(
+                segments,
+                "127.0.0.1",
+                tls=tls.server_context() if tls else None,
+                stall_timeout_s=settings.get("stall_timeout_s", 5.0),
+            )
+        )
+        tcp = TcpTransport(tls=tls.client_context() if tls else None, **settings)
+        stack.enter_context(closing(tcp))
+        peers = Peers(await stack.enter_async_context(Channels()))
+        if transport is None:
+            transport = stack.enter_context(closing(SharedMemoryTransport(1)))
+        agent = TransferAgent(segments, transport, Network(peers, tcp, block_server))
+        server = MeshServer(listen)
+        server.add(
+            kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
+            KvTransferServicer(agent),
+            SERVICE_NAME,
+        )
+        address = await server.start()
+        stack.push_async_callback(server.stop, 0)
+        return RunningAgent(agent, address, stack.pop_all())
+
+
+def pull_from(source: RunningAgent, source_ids: list[int], destination_ids: list[int]) -> Pull:
+    """From engine `p` of another machine to engine `d`."""
+    return Pull("p", source_ids, "d", destination_ids, source_address=source.address)
