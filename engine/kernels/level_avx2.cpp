@@ -1,0 +1,11 @@
+// The kernels compiled for AVX2; only run after select_kernels has found the CPU able.
+#define PDMESH_LEVEL avx2
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+#include "vec_avx2.h"
+
+#include "level_impl.h"
+
+const pdmesh::Kernels* pdmesh::avx2_kernels() { return avx2::table("avx2"); }
