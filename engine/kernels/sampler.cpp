@@ -95,11 +95,13 @@ std::int64_t Sampler::draw(double uniform) const {
   for (const Candidate& candidate : candidates_) total += static_cast<double>(candidate.weight);
   const double target = uniform * total;
   double held = 0.0;
+  std::int64_t last_possible = -1;
   for (const Candidate& candidate : candidates_) {
+    if (candidate.weight > 0.0f) last_possible = candidate.index;
     held += static_cast<double>(candidate.weight);
     if (held > target) return candidate.index;
   }
-  return candidates_.back().index;
+  return last_possible;  // rounding has carried the target to the very end
 }
 
 }  // namespace pdmesh
