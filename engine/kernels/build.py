@@ -21,20 +21,15 @@ _COMPILERS = ("g++", "clang++", "c++")
 # Contraction is off because every level rounds at the same places; warnings of GCC 12 about
 # its own AVX-512 headers are false.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-w")
-_LEVEL_FLAGS = {
-    "level_avx512.cpp": (
-        "-mavx512f",
-        "-mavx512bw",
-        "-mavx512vl",
-        "-mavx512dq",
-        "-mavx512vnni",
-        "-mavx2",
-        "-mfma",
-        "-mf16c",
-    ),
-    "level_avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
-    "level_portable.cpp": ("-O2",),
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+_X86_FLAGS = {
+    "level_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-int8"),
+    "level_avx512.cpp": _AVX512,
+    "level_avx2.cpp": _AVX2,
 }
+# What is unrolled for wide registers takes a minute to compile without them.
+_PORTABLE_FLAGS = {"level_portable.cpp": ("-O2",)}
 
 
 class BuildError(Exception):
@@ -54,7 +49,7 @@ def build(target: Path, extra_flags: Sequence[str] = ()) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder, source.stem + ".o") for source in _sources()]
         commands = [
-            [compiler, *_FLAGS, *_LEVEL_FLAGS.get(source.name, ()), *extra_flags]
+            [compiler, *_FLAGS, *_level_flags(source.name), *extra_flags]
             + ["-c", str(source), "-o", str(output)]
             for source, output in zip(_sources(), objects, strict=True)
         ]
@@ -87,8 +82,12 @@ def _sources() -> list[Path]:
     return [
         path
         for path in sorted(SOURCE_FOLDER.glob("*.cpp"))
-        if is_x86 or path.name not in ("level_avx512.cpp", "level_avx2.cpp")
+        if is_x86 or path.name not in _X86_FLAGS
     ]
+
+
+def _level_flags(name: str) -> tuple[str, ...]:
+    return (_X86_FLAGS | _PORTABLE_FLAGS).get(name, ())
 
 
 def _all_sources() -> list[Path]:

@@ -1,5 +1,12 @@
 // Chooses the instruction-set level, and the sizes that all levels share.
 #include <cstring>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "kernels.h"
 #include "numerics.h"
@@ -14,6 +21,20 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
 }
+// Tiles also need the kernel's leave, which holds for the process and all its threads.
+bool has_amx() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  unsigned int a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool has_tiles = (d >> 24 & 1u) != 0 && (d >> 25 & 1u) != 0;
+  static const bool has_leave =
+      has_tiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return has_leave && has_avx512();
+#else
+  return false;
+#endif
+}
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 #endif
 
@@ -22,6 +43,7 @@ bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_support
 const Kernels* select_kernels(const char* name) {
   const bool any = name == nullptr || name[0] == '\0';
 #if defined(__x86_64__)
+  if ((any || std::strcmp(name, "amx") == 0) && has_amx()) return amx_kernels();
   if ((any || std::strcmp(name, "avx512") == 0) && has_avx512()) return avx512_kernels();
   if ((any || std::strcmp(name, "avx2") == 0) && has_avx2()) return avx2_kernels();
 #endif
@@ -32,7 +54,7 @@ std::int64_t unit_bytes(WeightFormat format, std::int64_t k) {
   switch (format) {
     case WeightFormat::kFloat32: return k * kUnit * 4;
     case WeightFormat::kBfloat16: return round_up(k, 2) * kUnit * 2;
-    case WeightFormat::kInt8: return ceil_div(k, kGroup) * 1024;
+    case WeightFormat::kInt8: return round_up(k, 64) * kUnit;
     case WeightFormat::kInt8Grouped: return ceil_div(k, kGroup) * 1088;
     case WeightFormat::kInt4: return ceil_div(k, kGroup) * 640;
   }

@@ -104,18 +104,16 @@ std::int32_t pdmesh_linear_forward(const char* level, const pdmesh_linear* weigh
   const Kernels* kernels = pdmesh::select_kernels(level);
   if (kernels == nullptr) return code(Status::kUnknownLevel);
   pdmesh::ThreadPool pool(num_threads);
+  const auto format = static_cast<pdmesh::WeightFormat>(weights->format);
   pdmesh::ActivationRows rows;
   rows.reserve(num_rows, weights->k);
   for (std::int64_t row = 0; row < num_rows; ++row) {
-    rows.quantize(*kernels, row, x + row * stride, weights->k);
+    rows.quantize(*kernels, format, row, x + row * stride, weights->k);
   }
-  pdmesh::Activations activations = rows.view(weights->k);
-  activations.values = x;
-  activations.values_stride = stride;
   LinearCall call{*kernels,
                   pool,
                   pdmesh::linear_view(*weights),
-                  activations,
+                  rows.view(format, x, stride, weights->k),
                   num_rows,
                   {pdmesh::Epilogue::Kind::kStore, out, out_stride, weights->n},
                   std::vector<pdmesh::Buffer<std::uint8_t>>(static_cast<std::size_t>(num_threads)),

@@ -21,8 +21,8 @@ enum class KvFormat : std::int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kFp
 // formats and their activations are quantized in groups of 32 inputs. One unit, in memory order:
 //   float32   [k][32]                                        float
 //   bfloat16  [k/2][2 halves][16 outputs][2 inputs]          bfloat16
-//   int8      [k/32] of { [8][2 halves][16 outputs][4 inputs] byte = weight + 128 }
-//   grouped   [k/32] of { the same, then [32] half scale }
+//   int8      [k/4][2 halves][16 outputs][4 inputs] byte = weight + 128; k padded to 64
+//   grouped   [k/32] of { [8][2 halves][16 outputs][4 inputs] likewise, then [32] half scale }
 //   int4      [k/32] of { [4][2 halves][16 outputs][4 inputs] byte, [32] half d, [32] half m };
 //             the low nibbles hold inputs 0-15 of the group, the high ones inputs 16-31
 constexpr int kUnit = 32;
@@ -40,10 +40,12 @@ struct Linear {
 struct Activations {
   const float* values;  // float formats
   std::int64_t values_stride;
-  const std::int8_t* codes;  // integer formats: k rounded up to whole groups
-  const float* scales;       // per row and group
-  const float* sums;         // scale x sum of the group's codes: what a minimum is multiplied with
-  const std::int32_t* offsets;  // -128 x sum of codes: undoes the + 128 of int8 weights
+  // Grouped formats: k codes, rounded up to whole groups, and per group a scale. Int8: two planes
+  // of codes per row, the value being (256 x high + low) x the row's scale.
+  const std::int8_t* codes;
+  const float* scales;
+  const float* sums;  // scale x sum of the group's codes: what a minimum is multiplied with
+  const std::int32_t* offsets;  // -128 x sum of codes (of each plane): undoes int8's + 128
   std::int64_t groups;
 };
 
@@ -95,6 +97,8 @@ struct Kernels {
   void (*rms_norm)(const float* x, const float* weight, float epsilon, std::int64_t k, float* out);
   void (*quantize)(const float* x, std::int64_t k, std::int8_t* codes, float* scales, float* sums,
                    std::int32_t* offsets);
+  void (*quantize_wide)(const float* x, std::int64_t k, std::int64_t padded_k, std::int8_t* codes,
+                        float* scale, std::int32_t* offsets);
   void (*linear)(const Linear& weights, const Activations& x, std::int64_t rows,
                  std::int64_t first_unit, std::int64_t last_unit, const Epilogue& epilogue,
                  std::uint8_t* scratch);
@@ -111,6 +115,7 @@ struct Kernels {
   double (*dot_gops)();
 };
 
+const Kernels* amx_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx2_kernels();
 const Kernels* portable_kernels();

@@ -1,6 +1,5 @@
 // The kernels compiled for AVX2; only run after select_kernels has found the CPU able.
 #define PDMESH_LEVEL avx2
-#include <chrono>
 #include <cmath>
 #include <cstring>
 

@@ -1,6 +1,5 @@
 // The kernels in plain C++, for any machine.
 #define PDMESH_LEVEL portable
-#include <chrono>
 #include <cmath>
 #include <cstring>
 

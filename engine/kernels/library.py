@@ -141,7 +141,7 @@ class Library:
 
     def levels(self) -> list[str]:
         """Every level that this machine can run, best first."""
-        return [name for name in ("avx512", "avx2", "portable") if self.level(name)]
+        return [name for name in ("amx", "avx512", "avx2", "portable") if self.level(name)]
 
     def check(self, status: int) -> None:
         if status:

@@ -13,20 +13,14 @@ namespace PDMESH_LEVEL {
 // How far ahead of the multiplication weights are fetched.
 constexpr int kPrefetchBytes = 4096;
 
-struct Int8Channel {
-  static constexpr int kBlockBytes = 1024;
-  static constexpr bool kHasScale = false, kHasMinimum = false;
+struct Int8Group {
+  static constexpr int kBlockBytes = 1088;
+  static constexpr bool kHasMinimum = false;
   static W weights(const std::uint8_t* block, int step, int half) {
     return load_weights(block + (step * 2 + half) * 64);
   }
   static int step(int i) { return i; }
-  static F scale(const std::uint8_t*, int) { return zero(); }
   static F minimum(const std::uint8_t*, int) { return zero(); }
-};
-
-struct Int8Group : Int8Channel {
-  static constexpr int kBlockBytes = 1088;
-  static constexpr bool kHasScale = true;
   static F scale(const std::uint8_t* block, int half) {
     return load_f16(reinterpret_cast<const std::uint16_t*>(block + 1024) + half * 16);
   }
@@ -34,7 +28,7 @@ struct Int8Group : Int8Channel {
 
 struct Int4Group {
   static constexpr int kBlockBytes = 640;
-  static constexpr bool kHasScale = true, kHasMinimum = true;
+  static constexpr bool kHasMinimum = true;
   static W weights(const std::uint8_t* block, int step, int half) {
     const W packed = load_weights(block + ((step & 3) * 2 + half) * 64);
     return step < 4 ? low_nibbles(packed) : high_nibbles(packed);
@@ -50,9 +44,9 @@ struct Int4Group {
 };
 
 // Int4Group after `unpack_int4`: for many rows, one byte a weight and float scales.
-struct Int4Unpacked : Int8Channel {
+struct Int4Unpacked : Int8Group {
   static constexpr int kBlockBytes = 1280;
-  static constexpr bool kHasScale = true, kHasMinimum = true;
+  static constexpr bool kHasMinimum = true;
   static F scale(const std::uint8_t* block, int half) {
     return load(reinterpret_cast<const float*>(block + 1024) + half * 16);
   }
@@ -78,9 +72,10 @@ static void unpack_int4(const std::uint8_t* unit, std::int64_t groups, std::uint
   }
 }
 
+// Formats with a scale per group, for weights and for activations.
 template <class Format, int R>
-static void integer_block(const std::uint8_t* unit, const float* channel_scales,
-                          const Activations& x, std::int64_t row, float* out) {
+static void grouped_block(const std::uint8_t* unit, const Activations& x, std::int64_t row,
+                          float* out) {
   const std::int64_t groups = x.groups;
   const std::int8_t* codes = x.codes + row * groups * kGroup;
   const std::int64_t codes_stride = groups * kGroup;
@@ -96,7 +91,7 @@ static void integer_block(const std::uint8_t* unit, const float* channel_scales,
       const I start = iset1(Format::kHasMinimum ? 0 : x.offsets[first + r * groups]);
       dots[r][0] = dots[r][1] = start;
     }
-#pragma GCC unroll 17
+#pragma GCC unroll 20
     for (int line = 0; line < Format::kBlockBytes / 64; ++line) {
       __builtin_prefetch(block + kPrefetchBytes + line * 64, 0, 3);
     }
@@ -118,13 +113,8 @@ static void integer_block(const std::uint8_t* unit, const float* channel_scales,
       const F minimum = Format::minimum(block, half);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const F dot = to_float(dots[r][half]);
-        const F row_scale = set1(x.scales[first + r * groups]);
-        if (Format::kHasScale) {
-          sums[r][half] = fma(mul(dot, row_scale), scale, sums[r][half]);
-        } else {
-          sums[r][half] = fma(dot, row_scale, sums[r][half]);
-        }
+        const F dot = mul(to_float(dots[r][half]), set1(x.scales[first + r * groups]));
+        sums[r][half] = fma(dot, scale, sums[r][half]);
         if (Format::kHasMinimum) {
           sums[r][half] = fma(set1(x.sums[first + r * groups]), minimum, sums[r][half]);
         }
@@ -133,11 +123,52 @@ static void integer_block(const std::uint8_t* unit, const float* channel_scales,
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
+    store(out + r * kUnit, sums[r][0]);
+    store(out + r * kUnit + 16, sums[r][1]);
+  }
+}
+
+// The value of sixteen outputs from their exact integer sums over both planes of codes.
+static inline F wide_sum(I high, I low, const Activations& x, std::int64_t row,
+                         const float* channel_scales) {
+  const F high_sum = to_float(iadd(high, iset1(x.offsets[row * 2])));
+  const F low_sum = to_float(iadd(low, iset1(x.offsets[row * 2 + 1])));
+  const F sum = fma(high_sum, set1(256.0f), low_sum);
+  return mul(mul(sum, set1(x.scales[row])), load(channel_scales));
+}
+
+// The int8 format: one scale per channel and per row, activations of sixteen bits.
+template <int R>
+static void wide_block(const std::uint8_t* unit, const float* channel_scales, const Activations& x,
+                       std::int64_t row, float* out) {
+  const std::int64_t k = x.groups * kGroup;
+  const std::int8_t* codes = x.codes + row * 2 * k;
+  I sums[R][2][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    sums[r][0][0] = sums[r][0][1] = sums[r][1][0] = sums[r][1][1] = iset1(0);
+  }
+  for (std::int64_t i = 0; i < k; i += 4) {
+    const std::uint8_t* block = unit + i * kUnit;
+    const W a = load_weights(block), b = load_weights(block + 64);
+    __builtin_prefetch(block + kPrefetchBytes, 0, 3);
+    __builtin_prefetch(block + kPrefetchBytes + 64, 0, 3);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int plane = 0; plane < 2; ++plane) {
+        const std::int8_t* four = codes + (r * 2 + plane) * k + i;
+        sums[r][plane][0] = dot4(sums[r][plane][0], a, four);
+        sums[r][plane][1] = dot4(sums[r][plane][1], b, four);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      F sum = sums[r][half];
-      if (!Format::kHasScale) sum = mul(sum, load(channel_scales + half * 16));
-      store(out + r * kUnit + half * 16, sum);
+      store(out + r * kUnit + half * 16, wide_sum(sums[r][0][half], sums[r][1][half], x, row + r,
+                                                  channel_scales + half * 16));
     }
   }
 }
@@ -218,14 +249,14 @@ static void block(const Linear& weights, bool is_unpacked, const std::uint8_t* u
     case WeightFormat::kFloat32: float32_block<R>(unit, weights.k, x, row, out); break;
     case WeightFormat::kBfloat16: bfloat16_block<R>(unit, weights.k, x, row, out); break;
     case WeightFormat::kInt8:
-      integer_block<Int8Channel, R>(unit, channel_scales, x, row, out);
+      wide_block<R>(unit, channel_scales, x, row, out);
       break;
-    case WeightFormat::kInt8Grouped: integer_block<Int8Group, R>(unit, nullptr, x, row, out); break;
+    case WeightFormat::kInt8Grouped: grouped_block<Int8Group, R>(unit, x, row, out); break;
     case WeightFormat::kInt4:
       if (is_unpacked) {
-        integer_block<Int4Unpacked, R>(unit, nullptr, x, row, out);
+        grouped_block<Int4Unpacked, R>(unit, x, row, out);
       } else {
-        integer_block<Int4Group, R>(unit, nullptr, x, row, out);
+        grouped_block<Int4Group, R>(unit, x, row, out);
       }
       break;
   }

@@ -16,10 +16,6 @@ namespace {
 constexpr std::int64_t kFewRows = 4;
 constexpr std::int64_t kSlabRows = 16;
 
-bool is_float(WeightFormat format) {
-  return format == WeightFormat::kFloat32 || format == WeightFormat::kBfloat16;
-}
-
 }  // namespace
 
 Model::Model(const pdmesh_config& config, const Kernels& kernels)
@@ -206,7 +202,7 @@ void Model::norm(int thread, const float* weight, const Linear& next) {
   for (std::int64_t row = range.begin; row < range.end; ++row) {
     float* normed = normed_.data() + row * k;
     kernels_.rms_norm(hidden_.data() + row * k, weight, config_.rms_norm_eps, k, normed);
-    if (!is_float(next.format)) rows_.quantize(kernels_, row, normed, k);
+    rows_.quantize(kernels_, next.format, row, normed, k);
   }
   pool_.barrier();
 }
@@ -218,20 +214,16 @@ void Model::merge_and_quantize(int thread, const Linear& next) {
 }
 
 void Model::quantize(int thread, const Linear& next, const float* x) {
-  if (!is_float(next.format)) {
-    const Range range = share(batch_->num_rows, thread);
-    for (std::int64_t row = range.begin; row < range.end; ++row) {
-      rows_.quantize(kernels_, row, x + row * next.k, next.k);
-    }
+  const Range range = share(batch_->num_rows, thread);
+  for (std::int64_t row = range.begin; row < range.end; ++row) {
+    rows_.quantize(kernels_, next.format, row, x + row * next.k, next.k);
   }
   pool_.barrier();
 }
 
 void Model::project(int thread, const Linear& weights, const float* x, std::int64_t num_rows,
                     const Epilogue& epilogue) {
-  Activations activations = rows_.view(weights.k);
-  activations.values = x;
-  activations.values_stride = weights.k;
+  const Activations activations = rows_.view(weights.format, x, weights.k, weights.k);
   const Range range = share(ceil_div(weights.n, kUnit), thread);
   kernels_.linear(weights, activations, num_rows, range.begin, range.end, epilogue,
                   linear_scratch_[static_cast<std::size_t>(thread)].data());
@@ -313,7 +305,7 @@ void Model::head(int thread) {
     float* normed = normed_.data() + i * k;
     kernels_.rms_norm(hidden_.data() + batch_->logits_rows[i] * k, config_.final_norm,
                       config_.rms_norm_eps, k, normed);
-    if (!is_float(head.format)) rows_.quantize(kernels_, i, normed, k);
+    rows_.quantize(kernels_, head.format, i, normed, k);
   }
   pool_.barrier();
   project(thread, head, normed_.data(), batch_->num_logits,

@@ -6,11 +6,19 @@
 
 #include <cstdint>
 #include <cstring>
+#include <ctime>
 
 namespace pdmesh {
 
 static inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 static inline std::int64_t round_up(std::int64_t a, std::int64_t b) { return ceil_div(a, b) * b; }
+
+// CPU time of the calling thread: what a measurement takes when other processes share the core.
+static inline double thread_seconds() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+}
 
 static inline float float_from_bits(std::uint32_t bits) {
   float value;

@@ -17,6 +17,8 @@ from engine.kernels.quantize import MatrixWeights
 Array = npt.NDArray[Any]
 
 ALIGNMENT = 64
+# Inputs of an INT8 matrix are padded to this: one AMX tile is as deep.
+WIDE_STEP = 64
 # Goes up with every change of a layout; a file of another version is packed anew.
 PACK_VERSION = "1"
 
@@ -120,26 +122,27 @@ def read_packed(path: Path, checksum: str) -> dict[str, PackedMatrix] | None:
 
 
 def _pack_integers(weights: MatrixWeights, padded_n: int) -> PackedMatrix:
-    k = weights.shape[1]
-    num_groups = -(-k // GROUP_SIZE)
+    n, k = weights.shape
     is_int4 = weights.format is WeightFormat.INT4
     codes = weights.values if is_int4 else (weights.values.view(np.uint8) ^ 128)
-    # Activations are zero there, so padding inputs may have any code.
+    if weights.format is WeightFormat.INT8:
+        # Activations are zero where inputs are padding, so their codes may be anything.
+        codes = _padded(codes, padded_n, -(-k // WIDE_STEP) * WIDE_STEP)
+        steps = codes.reshape(-1, 2, 16, codes.shape[1] // 4, 4).transpose(0, 3, 1, 2, 4)
+        scales = np.zeros(padded_n, dtype=np.float32)
+        scales[:n] = weights.scales
+        return _packed(weights, steps, scales)
+    num_groups = -(-k // GROUP_SIZE)
     codes = _padded(codes, padded_n, num_groups * GROUP_SIZE)
     steps = codes.reshape(-1, 2, 16, num_groups, 8, 4).transpose(0, 3, 4, 1, 2, 5)
     if is_int4:
         steps = steps[:, :, :4] | (steps[:, :, 4:] << 4)
     blocks = [np.ascontiguousarray(steps).reshape(*steps.shape[:2], -1)]
-    if weights.format is not WeightFormat.INT8:
-        for halves in (weights.scales, weights.minimums):
-            if halves is not None:
-                padded = _padded(halves, padded_n, num_groups).reshape(-1, UNIT_SIZE, num_groups)
-                blocks.append(np.ascontiguousarray(padded.transpose(0, 2, 1)).view(np.uint8))
-        return _packed(weights, np.concatenate(blocks, axis=2))
-    assert weights.scales is not None
-    scales = np.zeros(padded_n, dtype=np.float32)
-    scales[: len(weights.scales)] = weights.scales
-    return _packed(weights, blocks[0], scales)
+    for halves in (weights.scales, weights.minimums):
+        if halves is not None:
+            padded = _padded(halves, padded_n, num_groups).reshape(-1, UNIT_SIZE, num_groups)
+            blocks.append(np.ascontiguousarray(padded.transpose(0, 2, 1)).view(np.uint8))
+    return _packed(weights, np.concatenate(blocks, axis=2))
 
 
 def _packed(weights: MatrixWeights, data: Array, scales: Array | None = None) -> PackedMatrix:

@@ -48,7 +48,7 @@ typedef struct {
   const float* final_norm;
   pdmesh_linear head;
   const pdmesh_layer* layers;
-  const char* level; /* "avx512", "avx2", "portable", or null for the best */
+  const char* level; /* "amx", "avx512", "avx2", "portable", or null for the best */
   int32_t num_threads;
   int32_t reserved;
 } pdmesh_config;

@@ -86,6 +86,37 @@ static void quantize(const float* x, std::int64_t k, std::int8_t* codes, float* 
   }
 }
 
+// Sixteen bits of a value as 256 x high + low, with one scale for the row: outlier channels, up to
+// thousands of times the median, leave the others enough bits.
+static void quantize_wide(const float* x, std::int64_t k, std::int64_t padded_k,
+                          std::int8_t* codes, float* scale, std::int32_t* offsets) {
+  I top = iset1(0);
+  for (std::int64_t i = 0; i < k; i += 16) {
+    const int n = k - i < 16 ? static_cast<int>(k - i) : 16;
+    top = umax(top, iand(as_int(load_n(x + i, n)), iset1(0x7fffffff)));
+  }
+  const std::uint32_t bits = umax_lanes(top);
+  const bool is_finite = bits < 0x7f800000u;
+  const float amax = float_from_bits(bits);
+  const bool has_codes = is_finite && amax >= kSmallestAmax;
+  const F inverse = set1(has_codes ? 32512.0f / amax : 0.0f);
+  I high_sum = iset1(0), low_sum = iset1(0);
+  for (std::int64_t i = 0; i < padded_k; i += 16) {
+    const std::int64_t left = k - i;
+    const int n = left >= 16 ? 16 : left > 0 ? static_cast<int>(left) : 0;
+    const I code = has_codes && n > 0 ? to_int(mul(load_n(x + i, n), inverse)) : iset1(0);
+    const I high = sar<8>(iadd(code, iset1(128)));
+    const I low = isub(code, shl<8>(high));
+    high_sum = iadd(high_sum, high);
+    low_sum = iadd(low_sum, low);
+    store_u8(reinterpret_cast<std::uint8_t*>(codes + i), high);
+    store_u8(reinterpret_cast<std::uint8_t*>(codes + padded_k + i), low);
+  }
+  offsets[0] = -128 * sum_lanes(high_sum);
+  offsets[1] = -128 * sum_lanes(low_sum);
+  *scale = has_codes ? amax / 32512.0f : is_finite ? 0.0f : float_from_bits(0x7fc00000u);
+}
+
 // Pairs are (i, i + head_dim / 2), as in Hugging Face's Llama.
 static void rotate(float* heads, std::int64_t num_heads, std::int64_t head_dim,
                    const float* cosine, const float* sine, float scale) {

@@ -1,6 +1,7 @@
 // See storage.h.
 #include "storage.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "numerics.h"
@@ -23,6 +24,7 @@ std::int64_t byte_offset(std::int64_t i, std::int64_t lane) {
 float integer_weight(const Linear& weights, const std::uint8_t* unit, std::int64_t lane,
                      std::int64_t i) {
   const std::int64_t block_bytes = unit_bytes(weights.format, kGroup);
+  if (weights.format == WeightFormat::kInt8) return unit[byte_offset(i, lane)] - 128;
   const std::uint8_t* block = unit + i / kGroup * block_bytes;
   const std::int64_t input = i % kGroup;
   if (weights.format == WeightFormat::kInt4) {
@@ -32,7 +34,6 @@ float integer_weight(const Linear& weights, const std::uint8_t* unit, std::int64
     return scale * code + float_from_half(half_bits(block + 576 + lane * 2));
   }
   const float code = static_cast<float>(block[byte_offset(input, lane)] - 128);
-  if (weights.format == WeightFormat::kInt8) return code;
   return code * float_from_half(half_bits(block + 1024 + lane * 2));
 }
 
@@ -79,22 +80,31 @@ KvView KvLayout::view(std::uint8_t* base, std::int64_t layer, std::int64_t head)
 
 void ActivationRows::reserve(std::int64_t num_rows, std::int64_t max_k) {
   const std::int64_t groups = ceil_div(max_k, kGroup);
-  codes_.reserve(num_rows * groups * kGroup);
+  num_rows = round_up(num_rows, 16);  // AMX reads whole tiles of rows
+  codes_.reserve(num_rows * 2 * round_up(max_k, 64));
   scales_.reserve(num_rows * groups);
   sums_.reserve(num_rows * groups);
-  offsets_.reserve(num_rows * groups);
+  offsets_.reserve(num_rows * std::max<std::int64_t>(groups, 2));
 }
 
-void ActivationRows::quantize(const Kernels& kernels, std::int64_t row, const float* x,
-                              std::int64_t k) {
-  const std::int64_t first = row * ceil_div(k, kGroup);
-  kernels.quantize(x, k, codes_.data() + first * kGroup, scales_.data() + first,
-                   sums_.data() + first, offsets_.data() + first);
+void ActivationRows::quantize(const Kernels& kernels, WeightFormat format, std::int64_t row,
+                              const float* x, std::int64_t k) {
+  if (format == WeightFormat::kInt8) {
+    const std::int64_t padded = round_up(k, 64);
+    kernels.quantize_wide(x, k, padded, codes_.data() + row * 2 * padded, scales_.data() + row,
+                          offsets_.data() + row * 2);
+  } else if (format != WeightFormat::kFloat32 && format != WeightFormat::kBfloat16) {
+    const std::int64_t first = row * ceil_div(k, kGroup);
+    kernels.quantize(x, k, codes_.data() + first * kGroup, scales_.data() + first,
+                     sums_.data() + first, offsets_.data() + first);
+  }
 }
 
-Activations ActivationRows::view(std::int64_t k) const {
-  return {nullptr,        0,  codes_.data(), scales_.data(), sums_.data(), offsets_.data(),
-          ceil_div(k, kGroup)};
+Activations ActivationRows::view(WeightFormat format, const float* x, std::int64_t stride,
+                                 std::int64_t k) const {
+  const bool is_wide = format == WeightFormat::kInt8;
+  const std::int64_t groups = is_wide ? round_up(k, 64) / kGroup : ceil_div(k, kGroup);
+  return {x, stride, codes_.data(), scales_.data(), sums_.data(), offsets_.data(), groups};
 }
 
 Linear linear_view(const pdmesh_linear& linear) {

@@ -59,8 +59,11 @@ class KvLayout {
 class ActivationRows {
  public:
   void reserve(std::int64_t num_rows, std::int64_t max_k);
-  void quantize(const Kernels& kernels, std::int64_t row, const float* x, std::int64_t k);
-  Activations view(std::int64_t k) const;
+  // Does nothing for the float formats.
+  void quantize(const Kernels& kernels, WeightFormat format, std::int64_t row, const float* x,
+                std::int64_t k);
+  // `x`: the rows themselves, which the float formats multiply.
+  Activations view(WeightFormat format, const float* x, std::int64_t stride, std::int64_t k) const;
 
  private:
   Buffer<std::int8_t> codes_;

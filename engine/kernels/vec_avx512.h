@@ -1,4 +1,5 @@
-// Sixteen lanes on AVX-512 with VNNI. See vec_portable.h for what each function promises.
+// Sixteen lanes on AVX-512 with VNNI (levels avx512 and amx). See vec_portable.h for what each
+// function promises.
 #pragma once
 
 #include <immintrin.h>
@@ -6,7 +7,7 @@
 #include <cstdint>
 
 namespace pdmesh {
-namespace avx512 {
+namespace PDMESH_LEVEL {
 
 using F = __m512;
 using I = __m512i;
@@ -122,5 +123,5 @@ static inline void transpose(I r[16]) {
   }
 }
 
-}  // namespace avx512
+}  // namespace PDMESH_LEVEL
 }  // namespace pdmesh
