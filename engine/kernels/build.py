@@ -1,0 +1,119 @@
+"""Compiles the kernel library; standard library only, because setup.py loads this file by path."""
+
+import hashlib
+import logging
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCE_FOLDER = Path(__file__).parent
+LIBRARY_NAME = "libpdmesh_kernels.so"
+BUILD_TIMEOUT_S = 300
+
+_COMPILERS = ("g++", "clang++", "c++")
+# Contraction is off because every level rounds at the same places; warnings of GCC 12 about
+# its own AVX-512 headers are false.
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-w")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+_X86_FLAGS = {
+    "level_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-int8"),
+    "level_avx512.cpp": _AVX512,
+    "level_avx2.cpp": _AVX2,
+}
+# What is unrolled for wide registers takes a minute to compile without them.
+_PORTABLE_FLAGS = {"level_portable.cpp": ("-O2",)}
+
+
+class BuildError(Exception):
+    """The library could not be compiled; the message has the compiler's own words."""
+
+
+def find_compiler() -> str | None:
+    return next((path for name in _COMPILERS if (path := shutil.which(name))), None)
+
+
+def build(target: Path, extra_flags: Sequence[str] = ()) -> Path:
+    """Compile the library to `target`, replacing it atomically."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError(f"no C++ compiler found (looked for {', '.join(_COMPILERS)})")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        objects = [Path(folder, source.stem + ".o") for source in _sources()]
+        commands = [
+            [compiler, *_FLAGS, *_level_flags(source.name), *extra_flags]
+            + ["-c", str(source), "-o", str(output)]
+            for source, output in zip(_sources(), objects, strict=True)
+        ]
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(_run, commands))
+        library = Path(folder, LIBRARY_NAME)
+        _run([compiler, "-shared", "-pthread", *extra_flags, *map(str, objects)] + ["-o", str(library)])
+        library.replace(target)
+    return target
+
+
+@lru_cache(maxsize=1)
+def ensure_library() -> Path | None:
+    """The library's path, compiled now if need be; None, with one warning, where it cannot be."""
+    installed = SOURCE_FOLDER / LIBRARY_NAME
+    if installed.exists() and installed.stat().st_mtime >= _newest_source_time():
+        return installed
+    cached = Path.home() / ".cache" / "pdmesh" / f"kernels-{_fingerprint()}" / LIBRARY_NAME
+    if cached.exists():
+        return cached
+    try:
+        return build(cached)
+    except (BuildError, OSError) as error:
+        logger.warning("kernels are not available, torch serves instead", extra={"why": str(error)})
+        return None
+
+
+def _sources() -> list[Path]:
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return [
+        path
+        for path in sorted(SOURCE_FOLDER.glob("*.cpp"))
+        if is_x86 or path.name not in _X86_FLAGS
+    ]
+
+
+def _level_flags(name: str) -> tuple[str, ...]:
+    return (_X86_FLAGS | _PORTABLE_FLAGS).get(name, ())
+
+
+def _all_sources() -> list[Path]:
+    return sorted([*SOURCE_FOLDER.glob("*.cpp"), *SOURCE_FOLDER.glob("*.h"), Path(__file__)])
+
+
+def _newest_source_time() -> float:
+    return max(path.stat().st_mtime for path in _all_sources())
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256(platform.machine().encode())
+    for path in _all_sources():
+        content = path.read_bytes()
+        digest.update(f"{path.name}:{len(content)}:".encode() + content)
+    return digest.hexdigest()[:16]
+
+
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+    except subprocess.CalledProcessError as error:
+        raise BuildError(f"{command[0]} failed: {error.stderr[-2000:]}") from error
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(f"{command[0]} took more than {BUILD_TIMEOUT_S} s") from error
+
+
+if __name__ == "__main__":
+    print(build(SOURCE_FOLDER / LIBRARY_NAME))

@@ -1,0 +1,133 @@
+// What each instruction-set level provides: one table of functions over plain arrays.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pdmesh {
+
+// Values are part of the C interface and of packed files.
+enum class WeightFormat : std::int32_t {
+  kFloat32 = 0,
+  kBfloat16 = 1,
+  kInt8 = 2,         // one scale per output channel
+  kInt8Grouped = 3,  // one scale per output channel and 32 inputs (GGUF Q8_0)
+  kInt4 = 4,         // scale and minimum per output channel and 32 inputs (GGUF Q4_1)
+};
+
+enum class KvFormat : std::int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kFp8E4m3 = 3 };
+
+// Weights are packed in units of 32 output channels; a thread works on whole units. Integer
+// formats and their activations are quantized in groups of 32 inputs. One unit, in memory order:
+//   float32   [k][32]                                        float
+//   bfloat16  [k/2][2 halves][16 outputs][2 inputs]          bfloat16
+//   int8      [k/4][2 halves][16 outputs][4 inputs] byte = weight + 128; k padded to 64
+//   grouped   [k/32] of { [8][2 halves][16 outputs][4 inputs] likewise, then [32] half scale }
+//   int4      [k/32] of { [4][2 halves][16 outputs][4 inputs] byte, [32] half d, [32] half m };
+//             the low nibbles hold inputs 0-15 of the group, the high ones inputs 16-31
+constexpr int kUnit = 32;
+constexpr int kGroup = 32;
+
+struct Linear {
+  WeightFormat format;
+  std::int64_t n;
+  std::int64_t k;
+  const std::uint8_t* data;
+  const float* scales;  // kInt8 only: one per output channel, padded to whole units
+};
+
+// The rows that a matrix is multiplied with, as its format wants them.
+struct Activations {
+  const float* values;  // float formats
+  std::int64_t values_stride;
+  // Grouped formats: k codes, rounded up to whole groups, and per group a scale. Int8: two planes
+  // of codes per row, the value being (256 x high + low) x the row's scale.
+  const std::int8_t* codes;
+  const float* scales;
+  const float* sums;  // scale x sum of the group's codes: what a minimum is multiplied with
+  const std::int32_t* offsets;  // -128 x sum of codes (of each plane): undoes int8's + 128
+  std::int64_t groups;
+};
+
+struct Epilogue {
+  enum class Kind { kStore, kAdd, kSiluMul };
+  Kind kind;
+  float* out;
+  std::int64_t stride;
+  std::int64_t columns;
+};
+
+// Where one layer's and one KV head's keys and values lie inside every block.
+struct KvView {
+  KvFormat format;
+  std::uint8_t* base;
+  std::int64_t block_bytes;
+  std::int64_t block_size;
+  std::int64_t head_dim;
+  std::int64_t key_offset;
+  std::int64_t value_offset;
+  std::int64_t key_scale_offset;  // 8-bit formats: one float per token
+  std::int64_t value_scale_offset;
+};
+
+// Keys are visited in chunks, chunks in segments; both start at multiples of their size from
+// position 0, and segments are merged in order. So a query sees one order of operations whether
+// it is decoded alone, prefilled in any chunk, or its segments are computed by several threads.
+constexpr std::int64_t kKeyChunk = 64;
+constexpr std::int64_t kKeySegment = 256;
+
+struct AttentionTask {
+  KvView kv;
+  const std::int64_t* block_table;
+  std::int64_t first_position;  // of row 0; the rows are consecutive tokens
+  std::int64_t num_rows;
+  std::int64_t num_heads;  // query heads that share this KV head
+  const float* queries;    // rotated and scaled; heads of one row are adjacent
+  std::int64_t query_stride;
+  std::int64_t first_segment;
+  std::int64_t num_segments;
+  float* partial;  // where one segment's states go, or null to finish into `out`
+  float* out;
+  std::int64_t out_stride;
+  float* scratch;
+};
+
+struct Kernels {
+  const char* name;
+  void (*rms_norm)(const float* x, const float* weight, float epsilon, std::int64_t k, float* out);
+  void (*quantize)(const float* x, std::int64_t k, std::int8_t* codes, float* scales, float* sums,
+                   std::int32_t* offsets);
+  void (*quantize_wide)(const float* x, std::int64_t k, std::int64_t padded_k, std::int8_t* codes,
+                        float* scale, std::int32_t* offsets);
+  void (*linear)(const Linear& weights, const Activations& x, std::int64_t rows,
+                 std::int64_t first_unit, std::int64_t last_unit, const Epilogue& epilogue,
+                 std::uint8_t* scratch);
+  void (*rotate)(float* heads, std::int64_t num_heads, std::int64_t head_dim, const float* cosine,
+                 const float* sine, float scale);
+  void (*write_kv)(const KvView& kv, std::int64_t slot, const float* key, const float* value);
+  void (*attend)(const AttentionTask& task);
+  // Merges consecutive segments' states of one query into its attention output.
+  void (*merge)(const float* states, std::int64_t stride, std::int64_t num_states,
+                std::int64_t head_dim, float* out);
+  std::int64_t (*argmax)(const float* x, std::int64_t n, float* largest);
+  void (*exp_shifted)(const float* x, std::int64_t n, float shift, float scale, float* out);
+  // Billions of 8-bit operations a second that one thread reaches on registers alone.
+  double (*dot_gops)();
+};
+
+const Kernels* amx_kernels();
+const Kernels* avx512_kernels();
+const Kernels* avx2_kernels();
+const Kernels* portable_kernels();
+// The best level that this machine runs, or the named one; null when it cannot run it.
+const Kernels* select_kernels(const char* name);
+
+std::int64_t unit_bytes(WeightFormat format, std::int64_t k);
+// Bytes of a thread's scratch for `linear`.
+std::int64_t linear_scratch_bytes(std::int64_t k);
+// Floats of one query's state: output sums, largest score, weight sum.
+std::int64_t attention_state_floats(std::int64_t head_dim);
+// Floats of a thread's scratch for `attend` over at most `num_queries` rows x heads.
+std::int64_t attention_scratch_floats(std::int64_t head_dim, std::int64_t num_queries);
+
+}  // namespace pdmesh

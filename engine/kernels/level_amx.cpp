@@ -1,0 +1,12 @@
+// The AVX-512 kernels with AMX tiles for integer products of many rows.
+#define PDMESH_LEVEL amx
+#include <cmath>
+#include <cstring>
+
+#include "vec_avx512.h"
+
+#include "amx_impl.h"
+#define PDMESH_LINEAR linear_or_tiles
+#include "level_impl.h"
+
+const pdmesh::Kernels* pdmesh::amx_kernels() { return amx::table("amx"); }

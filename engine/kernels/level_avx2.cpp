@@ -1,0 +1,10 @@
+// The kernels compiled for AVX2; only run after select_kernels has found the CPU able.
+#define PDMESH_LEVEL avx2
+#include <cmath>
+#include <cstring>
+
+#include "vec_avx2.h"
+
+#include "level_impl.h"
+
+const pdmesh::Kernels* pdmesh::avx2_kernels() { return avx2::table("avx2"); }

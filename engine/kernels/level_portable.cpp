@@ -1,0 +1,10 @@
+// The kernels in plain C++, for any machine.
+#define PDMESH_LEVEL portable
+#include <cmath>
+#include <cstring>
+
+#include "vec_portable.h"
+
+#include "level_impl.h"
+
+const pdmesh::Kernels* pdmesh::portable_kernels() { return portable::table("portable"); }

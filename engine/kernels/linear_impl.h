@@ -1,0 +1,315 @@
+// Matrix products over packed weights. Included once per level.
+//
+// Every output is one sum in one order, whatever the number of rows, the block that a row falls
+// into, and the thread: integer sums are exact, and the float sum over groups (or over inputs,
+// in the float formats) runs from first to last in a register of its own.
+#pragma once
+
+#include "rows_impl.h"
+
+namespace pdmesh {
+namespace PDMESH_LEVEL {
+
+// How far ahead of the multiplication weights are fetched.
+constexpr int kPrefetchBytes = 4096;
+
+struct Int8Group {
+  static constexpr int kBlockBytes = 1088;
+  static constexpr bool kHasMinimum = false;
+  static W weights(const std::uint8_t* block, int step, int half) {
+    return load_weights(block + (step * 2 + half) * 64);
+  }
+  static int step(int i) { return i; }
+  static F minimum(const std::uint8_t*, int) { return zero(); }
+  static F scale(const std::uint8_t* block, int half) {
+    return load_f16(reinterpret_cast<const std::uint16_t*>(block + 1024) + half * 16);
+  }
+};
+
+struct Int4Group {
+  static constexpr int kBlockBytes = 640;
+  static constexpr bool kHasMinimum = true;
+  static W weights(const std::uint8_t* block, int step, int half) {
+    const W packed = load_weights(block + ((step & 3) * 2 + half) * 64);
+    return step < 4 ? low_nibbles(packed) : high_nibbles(packed);
+  }
+  // Both nibbles of a byte one after the other, so that it is loaded once.
+  static int step(int i) { return (i & 1) * 4 + i / 2; }
+  static F scale(const std::uint8_t* block, int half) {
+    return load_f16(reinterpret_cast<const std::uint16_t*>(block + 512) + half * 16);
+  }
+  static F minimum(const std::uint8_t* block, int half) {
+    return load_f16(reinterpret_cast<const std::uint16_t*>(block + 576) + half * 16);
+  }
+};
+
+// Int4Group after `unpack_int4`: for many rows, one byte a weight and float scales.
+struct Int4Unpacked : Int8Group {
+  static constexpr int kBlockBytes = 1280;
+  static constexpr bool kHasMinimum = true;
+  static F scale(const std::uint8_t* block, int half) {
+    return load(reinterpret_cast<const float*>(block + 1024) + half * 16);
+  }
+  static F minimum(const std::uint8_t* block, int half) {
+    return load(reinterpret_cast<const float*>(block + 1152) + half * 16);
+  }
+};
+
+static void unpack_int4(const std::uint8_t* unit, std::int64_t groups, std::uint8_t* out) {
+  for (std::int64_t group = 0; group < groups; ++group) {
+    const std::uint8_t* block = unit + group * Int4Group::kBlockBytes;
+    std::uint8_t* to = out + group * Int4Unpacked::kBlockBytes;
+    for (int step = 0; step < 8; ++step) {
+      for (int half = 0; half < 2; ++half) {
+        const W w = Int4Group::weights(block, step, half);
+        __builtin_memcpy(to + (step * 2 + half) * 64, &w, 64);
+      }
+    }
+    for (int half = 0; half < 2; ++half) {
+      store(reinterpret_cast<float*>(to + 1024) + half * 16, Int4Group::scale(block, half));
+      store(reinterpret_cast<float*>(to + 1152) + half * 16, Int4Group::minimum(block, half));
+    }
+  }
+}
+
+// Formats with a scale per group, for weights and for activations.
+template <class Format, int R>
+static void grouped_block(const std::uint8_t* unit, const Activations& x, std::int64_t row,
+                          float* out) {
+  const std::int64_t groups = x.groups;
+  const std::int8_t* codes = x.codes + row * groups * kGroup;
+  const std::int64_t codes_stride = groups * kGroup;
+  F sums[R][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = zero();
+  for (std::int64_t group = 0; group < groups; ++group) {
+    const std::uint8_t* block = unit + group * Format::kBlockBytes;
+    const std::int64_t first = row * groups + group;
+    I dots[R][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const I start = iset1(Format::kHasMinimum ? 0 : x.offsets[first + r * groups]);
+      dots[r][0] = dots[r][1] = start;
+    }
+#pragma GCC unroll 20
+    for (int line = 0; line < Format::kBlockBytes / 64; ++line) {
+      __builtin_prefetch(block + kPrefetchBytes + line * 64, 0, 3);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      const int step = Format::step(i);
+      const W low = Format::weights(block, step, 0);
+      const W high = Format::weights(block, step, 1);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const std::int8_t* four = codes + r * codes_stride + group * kGroup + step * 4;
+        dots[r][0] = dot4(dots[r][0], low, four);
+        dots[r][1] = dot4(dots[r][1], high, four);
+      }
+    }
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const F scale = Format::scale(block, half);
+      const F minimum = Format::minimum(block, half);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const F dot = mul(to_float(dots[r][half]), set1(x.scales[first + r * groups]));
+        sums[r][half] = fma(dot, scale, sums[r][half]);
+        if (Format::kHasMinimum) {
+          sums[r][half] = fma(set1(x.sums[first + r * groups]), minimum, sums[r][half]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    store(out + r * kUnit, sums[r][0]);
+    store(out + r * kUnit + 16, sums[r][1]);
+  }
+}
+
+// The value of sixteen outputs from their exact integer sums over both planes of codes.
+static inline F wide_sum(I high, I low, const Activations& x, std::int64_t row,
+                         const float* channel_scales) {
+  const F high_sum = to_float(iadd(high, iset1(x.offsets[row * 2])));
+  const F low_sum = to_float(iadd(low, iset1(x.offsets[row * 2 + 1])));
+  const F sum = fma(high_sum, set1(256.0f), low_sum);
+  return mul(mul(sum, set1(x.scales[row])), load(channel_scales));
+}
+
+// The int8 format: one scale per channel and per row, activations of sixteen bits.
+template <int R>
+static void wide_block(const std::uint8_t* unit, const float* channel_scales, const Activations& x,
+                       std::int64_t row, float* out) {
+  const std::int64_t k = x.groups * kGroup;
+  const std::int8_t* codes = x.codes + row * 2 * k;
+  I sums[R][2][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    sums[r][0][0] = sums[r][0][1] = sums[r][1][0] = sums[r][1][1] = iset1(0);
+  }
+  for (std::int64_t i = 0; i < k; i += 4) {
+    const std::uint8_t* block = unit + i * kUnit;
+    const W a = load_weights(block), b = load_weights(block + 64);
+    __builtin_prefetch(block + kPrefetchBytes, 0, 3);
+    __builtin_prefetch(block + kPrefetchBytes + 64, 0, 3);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+      for (int plane = 0; plane < 2; ++plane) {
+        const std::int8_t* four = codes + (r * 2 + plane) * k + i;
+        sums[r][plane][0] = dot4(sums[r][plane][0], a, four);
+        sums[r][plane][1] = dot4(sums[r][plane][1], b, four);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      store(out + r * kUnit + half * 16, wide_sum(sums[r][0][half], sums[r][1][half], x, row + r,
+                                                  channel_scales + half * 16));
+    }
+  }
+}
+
+template <int R>
+static void float32_block(const std::uint8_t* unit, std::int64_t k, const Activations& x,
+                          std::int64_t row, float* out) {
+  const float* w = reinterpret_cast<const float*>(unit);
+  const float* values = x.values + row * x.values_stride;
+  F sums[R][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = zero();
+  for (std::int64_t i = 0; i < k; ++i, w += kUnit) {
+    const F low = load(w), high = load(w + 16);
+    __builtin_prefetch(w + kPrefetchBytes / 4, 0, 3);
+    __builtin_prefetch(w + kPrefetchBytes / 4 + 16, 0, 3);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const F value = set1(values[r * x.values_stride + i]);
+      sums[r][0] = fma(value, low, sums[r][0]);
+      sums[r][1] = fma(value, high, sums[r][1]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    store(out + r * kUnit, sums[r][0]);
+    store(out + r * kUnit + 16, sums[r][1]);
+  }
+}
+
+template <int R>
+static void bfloat16_block(const std::uint8_t* unit, std::int64_t k, const Activations& x,
+                           std::int64_t row, float* out) {
+  const float* values = x.values + row * x.values_stride;
+  const I high_half = iset1(static_cast<std::int32_t>(0xffff0000u));
+  F sums[R][2];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = zero();
+  for (std::int64_t i = 0; i < k; i += 2, unit += 128) {
+    const I a = iload(unit), b = iload(unit + 64);
+    __builtin_prefetch(unit + kPrefetchBytes, 0, 3);
+    __builtin_prefetch(unit + kPrefetchBytes + 64, 0, 3);
+    const F a0 = as_float(shl<16>(a)), b0 = as_float(shl<16>(b));
+    const F a1 = as_float(iand(a, high_half)), b1 = as_float(iand(b, high_half));
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const F even = set1(values[r * x.values_stride + i]);
+      sums[r][0] = fma(even, a0, sums[r][0]);
+      sums[r][1] = fma(even, b0, sums[r][1]);
+    }
+    if (i + 1 == k) break;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const F odd = set1(values[r * x.values_stride + i + 1]);
+      sums[r][0] = fma(odd, a1, sums[r][0]);
+      sums[r][1] = fma(odd, b1, sums[r][1]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    store(out + r * kUnit, sums[r][0]);
+    store(out + r * kUnit + 16, sums[r][1]);
+  }
+}
+
+// Rows x kUnit products of `count` rows from `row` with one unit.
+template <int R>
+static void block(const Linear& weights, bool is_unpacked, const std::uint8_t* unit,
+                  const float* channel_scales, const Activations& x, std::int64_t row,
+                  std::int64_t count, float* out) {
+  if constexpr (R < kMaxRows) {
+    if (count > R) {
+      block<R + 1>(weights, is_unpacked, unit, channel_scales, x, row, count, out);
+      return;
+    }
+  }
+  switch (weights.format) {
+    case WeightFormat::kFloat32: float32_block<R>(unit, weights.k, x, row, out); break;
+    case WeightFormat::kBfloat16: bfloat16_block<R>(unit, weights.k, x, row, out); break;
+    case WeightFormat::kInt8:
+      wide_block<R>(unit, channel_scales, x, row, out);
+      break;
+    case WeightFormat::kInt8Grouped: grouped_block<Int8Group, R>(unit, x, row, out); break;
+    case WeightFormat::kInt4:
+      if (is_unpacked) {
+        grouped_block<Int4Unpacked, R>(unit, x, row, out);
+      } else {
+        grouped_block<Int4Group, R>(unit, x, row, out);
+      }
+      break;
+  }
+}
+
+static inline void finish_half(const float* sums, const Epilogue& epilogue, std::int64_t row,
+                               std::int64_t column) {
+  const std::int64_t left = epilogue.columns - column;
+  if (left <= 0) return;
+  const int n = left < 16 ? static_cast<int>(left) : 16;
+  float* out = epilogue.out + row * epilogue.stride + column;
+  F value = load(sums);
+  if (epilogue.kind == Epilogue::Kind::kAdd) value = add(load_n(out, n), value);
+  if (epilogue.kind == Epilogue::Kind::kSiluMul) value = mul(silu(value), load(sums + 16));
+  store_n(out, value, n);
+}
+
+static void finish(const float* sums, const Epilogue& epilogue, std::int64_t row,
+                   std::int64_t count, std::int64_t unit) {
+  for (std::int64_t r = 0; r < count; ++r, sums += kUnit) {
+    if (epilogue.kind == Epilogue::Kind::kSiluMul) {
+      finish_half(sums, epilogue, row + r, unit * 16);
+    } else {
+      finish_half(sums, epilogue, row + r, unit * kUnit);
+      finish_half(sums + 16, epilogue, row + r, unit * kUnit + 16);
+    }
+  }
+}
+
+static void linear(const Linear& weights, const Activations& x, std::int64_t rows,
+                   std::int64_t first_unit, std::int64_t last_unit, const Epilogue& epilogue,
+                   std::uint8_t* scratch) {
+  const std::int64_t bytes = unit_bytes(weights.format, weights.k);
+  const std::int64_t num_blocks = ceil_div(rows, kMaxRows);
+  const bool unpacks = weights.format == WeightFormat::kInt4 && num_blocks > 1;
+  float sums[kMaxRows * kUnit];
+  for (std::int64_t unit = first_unit; unit < last_unit; ++unit) {
+    const std::uint8_t* data = weights.data + unit * bytes;
+    const float* channel_scales = weights.scales + (weights.scales ? unit * kUnit : 0);
+    if (unpacks) {
+      unpack_int4(data, x.groups, scratch);
+      data = scratch;
+    }
+    std::int64_t row = 0;
+    for (std::int64_t i = 0; i < num_blocks; ++i) {
+      // Blocks of nearly equal height: seven rows are 4 + 3, not 6 + 1.
+      const std::int64_t count = rows / num_blocks + (i < rows % num_blocks ? 1 : 0);
+      block<1>(weights, unpacks, data, channel_scales, x, row, count, sums);
+      finish(sums, epilogue, row, count, unit);
+      row += count;
+    }
+  }
+}
+
+}  // namespace PDMESH_LEVEL
+}  // namespace pdmesh

@@ -1,0 +1,343 @@
+// See model.h.
+#include "model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <new>
+
+#include "numerics.h"
+
+namespace pdmesh {
+
+namespace {
+
+// Sequences with at most this many rows are split by key segment, longer ones by rows.
+constexpr std::int64_t kFewRows = 4;
+constexpr std::int64_t kSlabRows = 16;
+
+}  // namespace
+
+Model::Model(const pdmesh_config& config, const Kernels& kernels)
+    : config_(config),
+      kernels_(kernels),
+      layers_(config.layers, config.layers + config.num_layers),
+      kv_layout_(static_cast<KvFormat>(config.kv_format), config.num_layers, config.num_kv_heads,
+                 config.head_dim, config.block_size),
+      query_size_(config.num_heads * config.head_dim),
+      kv_size_(config.num_kv_heads * config.head_dim),
+      max_k_(std::max({config.hidden_size, config.intermediate_size, query_size_})),
+      pool_(config.num_threads),
+      attention_scratch_(static_cast<std::size_t>(config.num_threads)),
+      linear_scratch_(static_cast<std::size_t>(config.num_threads)),
+      samplers_(static_cast<std::size_t>(config.num_threads)),
+      next_item_(new std::atomic<std::int64_t>[static_cast<std::size_t>(config.num_layers)]) {
+  const std::int64_t heads_per_kv = config.num_heads / config.num_kv_heads;
+  for (auto& scratch : attention_scratch_) {
+    scratch.reserve(attention_scratch_floats(config.head_dim, kSlabRows * heads_per_kv));
+  }
+  for (auto& scratch : linear_scratch_) scratch.reserve(linear_scratch_bytes(max_k_));
+}
+
+Status Model::check(const pdmesh_config& config) {
+  const bool is_positive = config.num_layers > 0 && config.hidden_size > 0 &&
+                           config.num_heads > 0 && config.num_kv_heads > 0 &&
+                           config.head_dim > 0 && config.intermediate_size > 0 &&
+                           config.vocab_size > 0 && config.max_positions > 0 &&
+                           config.block_size > 0 && config.num_threads > 0;
+  if (!is_positive || config.num_heads % config.num_kv_heads != 0) return Status::kBadConfig;
+  if (config.head_dim % 4 != 0 || config.head_dim > 1024) return Status::kBadConfig;
+  if (config.kv_format < 0 || config.kv_format > 3) return Status::kBadConfig;
+  return Status::kOk;
+}
+
+Status Model::check(const pdmesh_batch& batch) const {
+  if (batch.num_rows <= 0 || batch.num_seqs <= 0 || batch.query_starts[0] != 0 ||
+      batch.query_starts[batch.num_seqs] != batch.num_rows) {
+    return Status::kBadRow;
+  }
+  for (std::int64_t seq = 0; seq < batch.num_seqs; ++seq) {
+    const std::int64_t begin = batch.query_starts[seq], end = batch.query_starts[seq + 1];
+    const std::int64_t length = batch.seq_lens[seq];
+    if (begin >= end || end > batch.num_rows) return Status::kBadRow;
+    if (length > config_.max_positions || length < end - begin) return Status::kBadPosition;
+    const std::int64_t blocks = ceil_div(length, config_.block_size);
+    if (blocks > batch.max_blocks) return Status::kBadBlock;
+    for (std::int64_t i = 0; i < blocks; ++i) {
+      const std::int64_t block = batch.block_tables[seq * batch.max_blocks + i];
+      if (block < 0 || block >= batch.num_blocks) return Status::kBadBlock;
+    }
+    for (std::int64_t row = begin; row < end; ++row) {
+      if (batch.positions[row] != length - end + row) return Status::kBadPosition;
+    }
+  }
+  for (std::int64_t row = 0; row < batch.num_rows; ++row) {
+    const std::int64_t token = batch.token_ids[row], slot = batch.slot_mapping[row];
+    if (token < 0 || token >= config_.vocab_size) return Status::kBadTokenId;
+    if (slot < 0 || slot >= batch.num_blocks * config_.block_size) return Status::kBadBlock;
+  }
+  for (std::int64_t i = 0; i < batch.num_logits; ++i) {
+    if (batch.logits_rows[i] < 0 || batch.logits_rows[i] >= batch.num_rows) return Status::kBadRow;
+  }
+  return Status::kOk;
+}
+
+void Model::reserve(const pdmesh_batch& batch) {
+  // Rounded up, so that batches of growing size do not allocate each time.
+  const std::int64_t rows = round_up(std::max(batch.num_rows, batch.num_logits), 64);
+  hidden_.reserve(rows * config_.hidden_size);
+  normed_.reserve(rows * config_.hidden_size);
+  qkv_.reserve(rows * (query_size_ + 2 * kv_size_));
+  attended_.reserve(rows * query_size_);
+  activated_.reserve(rows * config_.intermediate_size);
+  rows_.reserve(rows, max_k_);
+}
+
+Status Model::forward(const pdmesh_batch& batch) {
+  const Status status = check(batch);
+  if (status != Status::kOk) return status;
+  batch_ = &batch;
+  try {
+    reserve(batch);
+    plan_attention();
+  } catch (const std::bad_alloc&) {
+    return Status::kOutOfMemory;
+  }
+  pool_.run([](void* model, int thread) { static_cast<Model*>(model)->run(thread); }, this);
+  return Status::kOk;
+}
+
+void Model::plan_attention() {
+  items_.clear();
+  row_sequence_.assign(static_cast<std::size_t>(batch_->num_rows), 0);
+  sequence_partial_.assign(static_cast<std::size_t>(batch_->num_seqs), -1);
+  std::int64_t floats = 0;
+  for (std::int64_t seq = 0; seq < batch_->num_seqs; ++seq) {
+    const std::int64_t begin = batch_->query_starts[seq], end = batch_->query_starts[seq + 1];
+    std::fill(row_sequence_.begin() + begin, row_sequence_.begin() + end, seq);
+    const std::int64_t segments = ceil_div(batch_->seq_lens[seq], kKeySegment);
+    if (end - begin <= kFewRows && segments > 1) {
+      sequence_partial_[static_cast<std::size_t>(seq)] = floats;
+      floats += segments * (end - begin) * config_.num_heads *
+                attention_state_floats(config_.head_dim);
+    }
+    plan_sequence(seq);
+  }
+  partial_.reserve(floats);
+  for (std::int64_t layer = 0; layer < config_.num_layers; ++layer) next_item_[layer] = 0;
+}
+
+void Model::plan_sequence(std::int64_t seq) {
+  const std::int64_t begin = batch_->query_starts[seq], end = batch_->query_starts[seq + 1];
+  const std::int64_t partial = sequence_partial_[static_cast<std::size_t>(seq)];
+  const std::int64_t first_position = batch_->seq_lens[seq] - (end - begin);
+  const std::int64_t head_floats = (end - begin) * (config_.num_heads / config_.num_kv_heads) *
+                                   attention_state_floats(config_.head_dim);
+  if (partial >= 0) {
+    const std::int64_t segments = ceil_div(batch_->seq_lens[seq], kKeySegment);
+    for (std::int64_t segment = 0; segment < segments; ++segment) {
+      for (std::int64_t head = 0; head < config_.num_kv_heads; ++head) {
+        const std::int64_t offset = partial + (segment * config_.num_kv_heads + head) * head_floats;
+        items_.push_back({seq, head, begin, end - begin, segment, 1, offset});
+      }
+    }
+    return;
+  }
+  // The last rows have most keys: they go first, so that no thread ends with a long item.
+  for (std::int64_t slab = ceil_div(end - begin, kSlabRows) - 1; slab >= 0; --slab) {
+    const std::int64_t first = begin + slab * kSlabRows;
+    const std::int64_t count = std::min(kSlabRows, end - first);
+    const std::int64_t length = first_position + (first - begin) + count;
+    for (std::int64_t head = 0; head < config_.num_kv_heads; ++head) {
+      items_.push_back({seq, head, first, count, 0, ceil_div(length, kKeySegment), -1});
+    }
+  }
+}
+
+Model::Range Model::share(std::int64_t count, int thread) const {
+  return {count * thread / pool_.size(), count * (thread + 1) / pool_.size()};
+}
+
+void Model::run(int thread) {
+  using Kind = Epilogue::Kind;
+  const std::int64_t rows = batch_->num_rows;
+  const std::int64_t hidden_size = config_.hidden_size;
+  const std::int64_t qkv_size = query_size_ + 2 * kv_size_;
+  const std::int64_t intermediate_size = config_.intermediate_size;
+  embed(thread);
+  for (std::int64_t i = 0; i < config_.num_layers; ++i) {
+    const pdmesh_layer& layer = layers_[static_cast<std::size_t>(i)];
+    const Linear qkv = linear_view(layer.qkv), output = linear_view(layer.output);
+    const Linear gate_up = linear_view(layer.gate_up), down = linear_view(layer.down);
+    norm(thread, layer.input_norm, qkv);
+    project(thread, qkv, normed_.data(), rows, {Kind::kStore, qkv_.data(), qkv_size, qkv_size});
+    rotate_and_store(thread, i);
+    attend(thread, i);
+    merge_and_quantize(thread, output);
+    project(thread, output, attended_.data(), rows,
+            {Kind::kAdd, hidden_.data(), hidden_size, hidden_size});
+    norm(thread, layer.post_attention_norm, gate_up);
+    project(thread, gate_up, normed_.data(), rows,
+            {Kind::kSiluMul, activated_.data(), intermediate_size, intermediate_size});
+    quantize(thread, down, activated_.data());
+    project(thread, down, activated_.data(), rows,
+            {Kind::kAdd, hidden_.data(), hidden_size, hidden_size});
+  }
+  head(thread);
+}
+
+void Model::embed(int thread) {
+  const Linear embedding = linear_view(config_.embedding);
+  const Range range = share(batch_->num_rows, thread);
+  for (std::int64_t row = range.begin; row < range.end; ++row) {
+    dequantize_row(embedding, batch_->token_ids[row],
+                   hidden_.data() + row * config_.hidden_size);
+  }
+  // No barrier: the norm that follows has the same thread on the same rows.
+}
+
+void Model::norm(int thread, const float* weight, const Linear& next) {
+  const std::int64_t k = config_.hidden_size;
+  const Range range = share(batch_->num_rows, thread);
+  for (std::int64_t row = range.begin; row < range.end; ++row) {
+    float* normed = normed_.data() + row * k;
+    kernels_.rms_norm(hidden_.data() + row * k, weight, config_.rms_norm_eps, k, normed);
+    rows_.quantize(kernels_, next.format, row, normed, k);
+  }
+  pool_.barrier();
+}
+
+void Model::merge_and_quantize(int thread, const Linear& next) {
+  const Range range = share(batch_->num_rows, thread);
+  for (std::int64_t row = range.begin; row < range.end; ++row) merge_row(row);
+  quantize(thread, next, attended_.data());
+}
+
+void Model::quantize(int thread, const Linear& next, const float* x) {
+  const Range range = share(batch_->num_rows, thread);
+  for (std::int64_t row = range.begin; row < range.end; ++row) {
+    rows_.quantize(kernels_, next.format, row, x + row * next.k, next.k);
+  }
+  pool_.barrier();
+}
+
+void Model::project(int thread, const Linear& weights, const float* x, std::int64_t num_rows,
+                    const Epilogue& epilogue) {
+  const Activations activations = rows_.view(weights.format, x, weights.k, weights.k);
+  const Range range = share(ceil_div(weights.n, kUnit), thread);
+  kernels_.linear(weights, activations, num_rows, range.begin, range.end, epilogue,
+                  linear_scratch_[static_cast<std::size_t>(thread)].data());
+  pool_.barrier();
+}
+
+void Model::rotate_and_store(int thread, std::int64_t layer) {
+  const std::int64_t half = config_.head_dim / 2;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
+  const Range range = share(batch_->num_rows, thread);
+  for (std::int64_t row = range.begin; row < range.end; ++row) {
+    float* query = qkv_.data() + row * (query_size_ + 2 * kv_size_);
+    float* key = query + query_size_;
+    const float* cosine = config_.cosine + batch_->positions[row] * half;
+    const float* sine = config_.sine + batch_->positions[row] * half;
+    kernels_.rotate(query, config_.num_heads, config_.head_dim, cosine, sine, scale);
+    kernels_.rotate(key, config_.num_kv_heads, config_.head_dim, cosine, sine, 1.0f);
+    for (std::int64_t head = 0; head < config_.num_kv_heads; ++head) {
+      const float* head_key = key + head * config_.head_dim;
+      kernels_.write_kv(kv_layout_.view(batch_->kv_cache, layer, head), batch_->slot_mapping[row],
+                        head_key, head_key + kv_size_);
+    }
+  }
+  pool_.barrier();
+}
+
+void Model::attend(int thread, std::int64_t layer) {
+  const std::int64_t heads_per_kv = config_.num_heads / config_.num_kv_heads;
+  const std::int64_t stride = query_size_ + 2 * kv_size_;
+  const std::int64_t count = static_cast<std::int64_t>(items_.size());
+  for (;;) {
+    const std::int64_t index = next_item_[layer].fetch_add(1);
+    if (index >= count) break;
+    const AttentionItem& item = items_[static_cast<std::size_t>(index)];
+    const std::int64_t head_offset = item.kv_head * heads_per_kv * config_.head_dim;
+    AttentionTask task;
+    task.kv = kv_layout_.view(batch_->kv_cache, layer, item.kv_head);
+    task.block_table = batch_->block_tables + item.sequence * batch_->max_blocks;
+    task.first_position = batch_->positions[item.first_row];
+    task.num_rows = item.num_rows;
+    task.num_heads = heads_per_kv;
+    task.queries = qkv_.data() + item.first_row * stride + head_offset;
+    task.query_stride = stride;
+    task.first_segment = item.first_segment;
+    task.num_segments = item.num_segments;
+    task.partial = item.partial < 0 ? nullptr : partial_.data() + item.partial;
+    task.out = attended_.data() + item.first_row * query_size_ + head_offset;
+    task.out_stride = query_size_;
+    task.scratch = attention_scratch_[static_cast<std::size_t>(thread)].data();
+    kernels_.attend(task);
+  }
+  pool_.barrier();
+}
+
+void Model::merge_row(std::int64_t row) {
+  const std::int64_t seq = row_sequence_[static_cast<std::size_t>(row)];
+  const std::int64_t partial = sequence_partial_[static_cast<std::size_t>(seq)];
+  if (partial < 0) return;
+  const std::int64_t begin = batch_->query_starts[seq];
+  const std::int64_t heads_per_kv = config_.num_heads / config_.num_kv_heads;
+  const std::int64_t state_floats = attention_state_floats(config_.head_dim);
+  const std::int64_t kv_head_floats =
+      (batch_->query_starts[seq + 1] - begin) * heads_per_kv * state_floats;
+  const std::int64_t segment_floats = config_.num_kv_heads * kv_head_floats;
+  const std::int64_t segments = ceil_div(batch_->positions[row] + 1, kKeySegment);
+  for (std::int64_t head = 0; head < config_.num_heads; ++head) {
+    const float* states = partial_.data() + partial + head / heads_per_kv * kv_head_floats +
+                          ((row - begin) * heads_per_kv + head % heads_per_kv) * state_floats;
+    kernels_.merge(states, segment_floats, segments, config_.head_dim,
+                   attended_.data() + row * query_size_ + head * config_.head_dim);
+  }
+}
+
+void Model::head(int thread) {
+  const std::int64_t k = config_.hidden_size;
+  const Linear head = linear_view(config_.head);
+  const Range range = share(batch_->num_logits, thread);
+  for (std::int64_t i = range.begin; i < range.end; ++i) {
+    float* normed = normed_.data() + i * k;
+    kernels_.rms_norm(hidden_.data() + batch_->logits_rows[i] * k, config_.final_norm,
+                      config_.rms_norm_eps, k, normed);
+    rows_.quantize(kernels_, head.format, i, normed, k);
+  }
+  pool_.barrier();
+  project(thread, head, normed_.data(), batch_->num_logits,
+          {Epilogue::Kind::kStore, batch_->logits, config_.vocab_size, config_.vocab_size});
+}
+
+Status Model::sample(const float* logits, std::int64_t num_rows, std::int64_t stride,
+                     const pdmesh_sampling* params, std::int64_t* token_ids) {
+  struct Call {
+    Model& model;
+    const float* logits;
+    std::int64_t num_rows, stride;
+    const pdmesh_sampling* params;
+    std::int64_t* token_ids;
+    std::atomic<std::int64_t> next{0};
+  } call{*this, logits, num_rows, stride, params, token_ids};
+  try {
+    for (auto& sampler : samplers_) sampler.reserve(config_.vocab_size);
+  } catch (const std::bad_alloc&) {
+    return Status::kOutOfMemory;
+  }
+  pool_.run(
+      [](void* context, int thread) {
+        Call& c = *static_cast<Call*>(context);
+        Sampler& sampler = c.model.samplers_[static_cast<std::size_t>(thread)];
+        for (std::int64_t row; (row = c.next.fetch_add(1)) < c.num_rows;) {
+          c.token_ids[row] = sampler.sample(c.model.kernels_, c.logits + row * c.stride,
+                                            c.model.config_.vocab_size, c.params[row]);
+        }
+      },
+      &call);
+  return Status::kOk;
+}
+
+}  // namespace pdmesh

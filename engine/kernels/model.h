@@ -1,0 +1,72 @@
+// A whole Llama-family forward pass over packed weights and a paged cache.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "pdmesh_kernels.h"
+#include "pool.h"
+#include "sampler.h"
+#include "storage.h"
+
+namespace pdmesh {
+
+class Model {
+ public:
+  Model(const pdmesh_config& config, const Kernels& kernels);
+  static Status check(const pdmesh_config& config);
+
+  Status forward(const pdmesh_batch& batch);
+  Status sample(const float* logits, std::int64_t num_rows, std::int64_t stride,
+                const pdmesh_sampling* params, std::int64_t* token_ids);
+
+ private:
+  struct AttentionItem {
+    std::int64_t sequence, kv_head, first_row, num_rows, first_segment, num_segments;
+    std::int64_t partial;  // offset of its states, or -1 when it finishes by itself
+  };
+  struct Range {
+    std::int64_t begin, end;
+  };
+
+  Status check(const pdmesh_batch& batch) const;
+  void reserve(const pdmesh_batch& batch);
+  void plan_attention();
+  void plan_sequence(std::int64_t sequence);
+  Range share(std::int64_t count, int thread) const;
+
+  void run(int thread);
+  void embed(int thread);
+  void norm(int thread, const float* weight, const Linear& next);
+  void quantize(int thread, const Linear& next, const float* x);
+  void merge_and_quantize(int thread, const Linear& next);
+  void project(int thread, const Linear& weights, const float* x, std::int64_t num_rows,
+               const Epilogue& epilogue);
+  void rotate_and_store(int thread, std::int64_t layer);
+  void attend(int thread, std::int64_t layer);
+  void merge_row(std::int64_t row);
+  void head(int thread);
+
+  const pdmesh_config config_;
+  const Kernels& kernels_;
+  const std::vector<pdmesh_layer> layers_;
+  const KvLayout kv_layout_;
+  const std::int64_t query_size_, kv_size_, max_k_;
+  ThreadPool pool_;
+
+  Buffer<float> hidden_, normed_, qkv_, attended_, activated_, partial_;
+  ActivationRows rows_;
+  std::vector<Buffer<float>> attention_scratch_;
+  std::vector<Buffer<std::uint8_t>> linear_scratch_;
+  std::vector<Sampler> samplers_;
+  std::vector<AttentionItem> items_;
+  std::vector<std::int64_t> row_sequence_, sequence_partial_;
+  std::unique_ptr<std::atomic<std::int64_t>[]> next_item_;  // one counter per layer
+
+  const pdmesh_batch* batch_ = nullptr;
+};
+
+}  // namespace pdmesh

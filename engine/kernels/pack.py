@@ -1,0 +1,157 @@
+"""Lays weights out as the kernels read them: units of 32 output channels, see kernels.h."""
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from engine.kernels.formats import GROUP_SIZE, UNIT_SIZE, WeightFormat
+from engine.kernels.quantize import MatrixWeights
+
+Array = npt.NDArray[Any]
+
+ALIGNMENT = 64
+# Inputs of an INT8 matrix are padded to this: one AMX tile is as deep.
+WIDE_STEP = 64
+# Goes up with every change of a layout; a file of another version is packed anew.
+PACK_VERSION = "1"
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix in the kernels' layout; `data` is aligned once it lies in an arena."""
+
+    format: WeightFormat
+    n: int
+    k: int
+    data: Array
+    # INT8 only: float32, padded to whole units.
+    scales: Array | None
+
+
+def pack(weights: MatrixWeights) -> PackedMatrix:
+    n, k = weights.shape
+    padded_n = -(-n // UNIT_SIZE) * UNIT_SIZE
+    if weights.format is WeightFormat.FLOAT32:
+        values = _padded(weights.values, padded_n, k)
+        data = values.reshape(-1, UNIT_SIZE, k).transpose(0, 2, 1)
+        return _packed(weights, data)
+    if weights.format is WeightFormat.BFLOAT16:
+        values = _padded(weights.values, padded_n, -(-k // 2) * 2)
+        data = values.reshape(-1, UNIT_SIZE, values.shape[1] // 2, 2).transpose(0, 2, 1, 3)
+        return _packed(weights, data)
+    return _pack_integers(weights, padded_n)
+
+
+def gate_up_order(intermediate_size: int) -> Array:
+    """Rows of [gate; up] so that each unit has 16 gates and the 16 ups of the same columns."""
+    padded = -(-intermediate_size // 16) * 16
+    column = np.arange(padded)
+    gate = np.where(column < intermediate_size, column, -1)
+    up = np.where(column < intermediate_size, column + intermediate_size, -1)
+    return np.stack((gate.reshape(-1, 16), up.reshape(-1, 16)), axis=1).reshape(-1)
+
+
+class Arena:
+    """Packed matrices in one stretch of memory, in large pages where the system has them."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        offsets: dict[str, int] = {}
+        end = 0
+        for name, array in arrays.items():
+            offsets[name] = end
+            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        # The kernels fetch ahead of what they read; that never faults, but stays inside so.
+        self._memory = mmap.mmap(-1, max(end, 1))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        bytes_view = np.frombuffer(self._memory, dtype=np.uint8)
+        self._arrays: dict[str, Array] = {}
+        for name, array in arrays.items():
+            place = bytes_view[offsets[name] : offsets[name] + array.nbytes]
+            place[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            self._arrays[name] = place.view(array.dtype).reshape(array.shape)
+        self.num_bytes = end
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
+
+def write_packed(path: Path, matrices: Mapping[str, PackedMatrix], checksum: str) -> None:
+    """Keep packed matrices for the next start; the layout is the same on every CPU."""
+    arrays: dict[str, Array] = {}
+    metadata = {"pack_version": PACK_VERSION, "checksum": checksum}
+    for name, matrix in matrices.items():
+        arrays[f"{name}.data"] = matrix.data.reshape(-1).view(np.uint8)
+        if matrix.scales is not None:
+            arrays[f"{name}.scales"] = matrix.scales
+        metadata[name] = f"{matrix.format.name} {matrix.n} {matrix.k}"
+    partial = path.with_suffix(".partial")
+    save_file(arrays, partial, metadata)
+    partial.replace(path)
+
+
+def read_packed(path: Path, checksum: str) -> dict[str, PackedMatrix] | None:
+    """What `write_packed` kept, or None when it is of other weights or another layout."""
+    if not path.exists():
+        return None
+    with safe_open(path, framework="numpy") as file:
+        metadata = dict(file.metadata() or {})
+        if metadata.pop("pack_version", "") != PACK_VERSION:
+            return None
+        if metadata.pop("checksum", "") != checksum:
+            return None
+        names = set(file.keys())
+        matrices: dict[str, PackedMatrix] = {}
+        for name, description in metadata.items():
+            format_name, n, k = description.split()
+            scales = file.get_tensor(f"{name}.scales") if f"{name}.scales" in names else None
+            matrices[name] = PackedMatrix(
+                WeightFormat[format_name], int(n), int(k), file.get_tensor(f"{name}.data"), scales
+            )
+    return matrices
+
+
+def _pack_integers(weights: MatrixWeights, padded_n: int) -> PackedMatrix:
+    n, k = weights.shape
+    is_int4 = weights.format is WeightFormat.INT4
+    codes = weights.values if is_int4 else (weights.values.view(np.uint8) ^ 128)
+    if weights.format is WeightFormat.INT8:
+        # Activations are zero where inputs are padding, so their codes may be anything.
+        codes = _padded(codes, padded_n, -(-k // WIDE_STEP) * WIDE_STEP)
+        steps = codes.reshape(-1, 2, 16, codes.shape[1] // 4, 4).transpose(0, 3, 1, 2, 4)
+        scales = np.zeros(padded_n, dtype=np.float32)
+        scales[:n] = weights.scales
+        return _packed(weights, steps, scales)
+    num_groups = -(-k // GROUP_SIZE)
+    codes = _padded(codes, padded_n, num_groups * GROUP_SIZE)
+    steps = codes.reshape(-1, 2, 16, num_groups, 8, 4).transpose(0, 3, 4, 1, 2, 5)
+    if is_int4:
+        steps = steps[:, :, :4] | (steps[:, :, 4:] << 4)
+    blocks = [np.ascontiguousarray(steps).reshape(*steps.shape[:2], -1)]
+    for halves in (weights.scales, weights.minimums):
+        if halves is not None:
+            padded = _padded(halves, padded_n, num_groups).reshape(-1, UNIT_SIZE, num_groups)
+            blocks.append(np.ascontiguousarray(padded.transpose(0, 2, 1)).view(np.uint8))
+    return _packed(weights, np.concatenate(blocks, axis=2))
+
+
+def _packed(weights: MatrixWeights, data: Array, scales: Array | None = None) -> PackedMatrix:
+    n, k = weights.shape
+    flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    return PackedMatrix(weights.format, n, k, flat, scales)
+
+
+def _padded(values: Array, n: int, k: int) -> Array:
+    padded = np.zeros((n, k), dtype=values.dtype)
+    padded[: values.shape[0], : values.shape[1]] = values
+    return padded
