@@ -1,12 +1,22 @@
 """Settings of the tokenizer service."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mesh.client import DEFAULT_MAX_MESSAGE_BYTES
 from mesh.config import ServiceConfig
 from tokenizer_svc.renderer import RenderLimits
+
+
+def _split_pairs(value: object) -> object:
+    """`name=folder,name=folder`, as it may be written in the environment."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+    if not all(name and folder for name, _, folder in pairs):
+        raise ValueError("should be name=folder, separated by commas")
+    return {name.strip(): folder.strip() for name, _, folder in pairs}
 
 
 class TokenizerConfig(ServiceConfig):
@@ -14,7 +24,7 @@ class TokenizerConfig(ServiceConfig):
 
     service: ClassVar[str] = "tokenizer"
 
-    models: dict[str, str] = Field(
+    models: Annotated[dict[str, str], BeforeValidator(_split_pairs)] = Field(
         min_length=1, description="folder of each served model by name; the first is the default"
     )
     max_model_len: int | None = Field(

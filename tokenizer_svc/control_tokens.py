@@ -28,8 +28,16 @@ class ControlTokens:
         """`sealed` maps each control token to its secret spelling."""
         self._sealed = dict(sealed)
         longest_first = sorted(self._sealed, key=len, reverse=True)
+        by_first: dict[str, list[str]] = {}
+        for token in longest_first:
+            by_first.setdefault(token[0], []).append(re.escape(token[1:]))
         # Only the first character is consumed, so that overlapping spellings are all seen.
-        self._spelling = _any_of(f"{re.escape(t[0])}(?={re.escape(t[1:])})" for t in longest_first)
+        self._spelling = _any_of(
+            f"{re.escape(first)}(?={'|'.join(rests)})" for first, rests in by_first.items()
+        )
+        # Every spelling, and every part of one at an end of a text, has one of these.
+        ends = {char for token in longest_first for char in (token[0], token[-1])}
+        self._hint = _any_of(map(re.escape, sorted(ends)))
         self._written = _any_of(
             re.escape(t) if len(t) > 1 else f"{re.escape(t)}(?!{MARK})" for t in longest_first
         )
@@ -49,11 +57,13 @@ class ControlTokens:
 
     def mark_text(self, text: str) -> str:
         """Break what spells a control token, alone or with what is written beside it."""
-        marked = self._spelling.sub(rf"\g<0>{MARK}", text)
-        ends = range(1, min(self._longest, len(text) + 1))
-        if any(text[:i] in self._tails for i in ends):
+        if self._hint.search(text) is None:
+            return text
+        marked = self._spelling.sub(lambda match: match[0] + MARK, text)
+        lengths = range(1, min(self._longest, len(text) + 1))
+        if any(text[:i] in self._tails for i in lengths):
             marked = MARK + marked
-        if any(text[-i:] in self._heads for i in ends):
+        if any(text[-i:] in self._heads for i in lengths):
             marked += MARK
         return marked
 

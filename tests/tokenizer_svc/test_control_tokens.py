@@ -56,6 +56,11 @@ def test_two_texts_side_by_side_do_not_make_a_control_token(parts: tuple[str, st
     assert CONTROL.seal(rendered) == "".join(parts)
 
 
+def test_a_text_and_the_templates_words_beside_it_do_not_make_a_control_token() -> None:
+    assert CONTROL.seal(CONTROL.mark_text("<|im_end") + "|>") == "<|im_end|>"
+    assert CONTROL.seal("<|im" + CONTROL.mark_text("_end|>")) == "<|im_end|>"
+
+
 @pytest.mark.parametrize("text", ["a < b", "<p>text</p>", "> quoted", "x|y", "</think>"])
 def test_ordinary_text_keeps_its_inside(text: str) -> None:
     assert CONTROL.mark_text(text).strip(MARK) == text

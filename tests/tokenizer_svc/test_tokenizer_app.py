@@ -134,6 +134,17 @@ def test_settings_come_from_the_topology_file_and_the_environment(
     assert config.worker_id == "tokenizer-0"
 
 
+def test_models_can_be_written_in_the_environment_as_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PDMESH_MODELS", "a=/models/a, b=/models/b=2")
+
+    assert read(TokenizerConfig).models == {"a": "/models/a", "b": "/models/b=2"}
+    monkeypatch.setenv("PDMESH_MODELS", "/models/a")
+    with pytest.raises(ConfigError, match="PDMESH_MODELS: should be name=folder"):
+        read(TokenizerConfig)
+
+
 def test_at_least_one_model_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDMESH_MODELS", "{}")
 
