@@ -22,6 +22,8 @@ from mesh.ports import find_free_ports
 from mesh.supervisor import ServiceSpec
 
 PROBE_TIMEOUT_S = 1.0
+# Streams finish at the edge first, then in the workers; the rest serves them until then.
+_STOP_STAGES = {"gateway": 0, "prefill": 1, "decode": 1, "redis": 3}
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ def _python_service(
         env={**env, **own},
         address=address,
         probe=probe,
+        stop_stage=_STOP_STAGES.get(role, 2),
     )
 
 
@@ -190,7 +193,8 @@ def _redis_service(home: Home, port: int, url: str, environment: Mapping[str, st
         env=dict(environment),
         address=f"127.0.0.1:{port}",
         probe=_redis_probe(url),
-        stage=0,
+        start_stage=0,
+        stop_stage=_STOP_STAGES["redis"],
     )
 
 

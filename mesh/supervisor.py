@@ -46,9 +46,10 @@ class ServiceSpec:
     env: Mapping[str, str]
     address: str
     probe: Callable[[], Awaitable[bool]]
-    # Services of a lower stage are ready before a higher one is started, and are
-    # stopped after it.
-    stage: int = 1
+    # Services of a lower stage are ready before a higher one is started.
+    start_stage: int = 1
+    # Services of a lower stage have ended before a higher one is stopped.
+    stop_stage: int = 1
 
 
 @dataclass
@@ -100,8 +101,8 @@ class Supervisor:
         """
         for service in self._services:
             service.log_path.write_bytes(b"")
-        for stage in sorted({service.spec.stage for service in self._services}):
-            services = [service for service in self._services if service.spec.stage == stage]
+        for stage in sorted({service.spec.start_stage for service in self._services}):
+            services = [s for s in self._services if s.spec.start_stage == stage]
             watchers = [asyncio.create_task(self._watch(service)) for service in services]
             self._watchers += watchers
             await self._wait_until_ready(services, watchers, timeout_s)
@@ -113,13 +114,13 @@ class Supervisor:
         await asyncio.gather(*self._watchers)
 
     async def stop(self, grace_s: float) -> None:
-        """End every service, later stages first: SIGTERM, then SIGKILL after `grace_s`."""
+        """End every service, stage by stage: SIGTERM, then SIGKILL after `grace_s`."""
         self._stopping = True
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        for stage in sorted({service.spec.stage for service in self._services}, reverse=True):
-            services = [service for service in self._services if service.spec.stage == stage]
+        for stage in sorted({service.spec.stop_stage for service in self._services}):
+            services = [s for s in self._services if s.spec.stop_stage == stage]
             await asyncio.gather(*(self._end(service, grace_s) for service in services))
         self._home.state_file.unlink(missing_ok=True)
 

@@ -16,7 +16,11 @@ SLEEP = "import time\nwhile True: time.sleep(60)"
 
 
 def spec(
-    name: str, code: str, probe: Callable[[], Awaitable[bool]] | None = None, stage: int = 1
+    name: str,
+    code: str,
+    probe: Callable[[], Awaitable[bool]] | None = None,
+    start_stage: int = 1,
+    stop_stage: int = 1,
 ) -> ServiceSpec:
     async def ready() -> bool:
         return True
@@ -29,7 +33,8 @@ def spec(
         env=dict(os.environ),
         address="127.0.0.1:1",
         probe=probe or ready,
-        stage=stage,
+        start_stage=start_stage,
+        stop_stage=stop_stage,
     )
 
 
@@ -126,11 +131,32 @@ async def test_a_later_stage_waits_for_an_earlier_one(home: Home, tmp_path: Path
         order.append("second")
         return first_ready.is_set()
 
-    supervisor = supervise(home, spec("b", SLEEP, second, stage=1), spec("a", SLEEP, first, 0))
+    supervisor = supervise(
+        home, spec("b", SLEEP, second, start_stage=1), spec("a", SLEEP, first, 0)
+    )
     await supervisor.start(timeout_s=20)
     await supervisor.stop(grace_s=5)
 
     assert order == ["first", "second"]
+
+
+async def test_services_stop_stage_by_stage(home: Home) -> None:
+    ended: list[str] = []
+
+    def notice(state: MeshState) -> None:
+        ended.extend(
+            service.name
+            for service in state.services
+            if service.state == "stopped" and service.name not in ended
+        )
+
+    last, first = spec("last", SLEEP, stop_stage=1), spec("first", SLEEP, stop_stage=0)
+    supervisor = supervise(home, last, first, on_change=notice)
+    await supervisor.start(timeout_s=20)
+
+    await supervisor.stop(grace_s=5)
+
+    assert ended == ["first", "last"]
 
 
 async def test_what_a_killed_supervisor_left_is_cleaned_up(home: Home) -> None:
