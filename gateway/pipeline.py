@@ -133,7 +133,14 @@ class Pipeline:
         deadline: Deadline,
     ) -> tuple[Sequence[int], Sequence[types_pb2.TokenSequence]]:
         if not isinstance(prompt, TokenPrompt):
-            encoded = await self._tokenizer.encode(model.name, prompt, deadline, request.bad_words)
+            try:
+                encoded = await self._tokenizer.encode(
+                    model.name, prompt, deadline, request.bad_words
+                )
+            except InvalidRequest as error:
+                # The tokenizer does not know what the client calls its prompt.
+                error.param = error.param or request.prompt_param
+                raise
             return encoded.token_ids, encoded.bad_words
         if not all(token_id < model.vocab_size for token_id in prompt.token_ids):
             raise InvalidRequest(

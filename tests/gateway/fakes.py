@@ -201,7 +201,9 @@ class Fault:
 
     # Tokens that still come out of the call.
     after: int = 0
-    error: MeshError | None = None
+    error: Exception | None = None
+    # A status without details, as gRPC makes it when a stream breaks.
+    status: grpc.StatusCode | None = None
     # Say nothing more, until cancelled.
     hangs: bool = False
     # End the stream without a finish; with neither, too.
@@ -273,8 +275,10 @@ class _Worker:
         return fault
 
 
-async def act_out(fault: Fault) -> None:
+async def act_out(fault: Fault, context: Context) -> None:
     """Raise, hang, or return to end the stream early."""
+    if fault.status is not None:
+        await context.abort(fault.status, "stream broke")
     if fault.hangs:
         await asyncio.Event().wait()
     if fault.error is not None:
@@ -329,7 +333,7 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
                 )
             )
             if (fault := self.take_fault()) is not None:
-                await act_out(fault)
+                await act_out(fault, context)
                 return
             await self.step()
             finished = self._finish(request)
@@ -405,7 +409,7 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
         self.enter(context)
         self.requests.append(request)
         try:
-            async for response in self._decode(request):
+            async for response in self._decode(request, context):
                 yield response
         finally:
             self.leave()
@@ -416,7 +420,7 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb2.DecodeServiceGetLoadResponse()
 
     async def _decode(
-        self, request: decode_pb2.DecodeRequest
+        self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         if self.start_gate is not None:
             await self.start_gate.wait()
@@ -426,7 +430,7 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
         ended = None
         while ended is None:
             if fault is not None and num_produced == fault.after:
-                await act_out(fault)
+                await act_out(fault, context)
                 return
             if num_produced == 0 and request.HasField("kv_handle"):
                 self._prefill.held.discard(request.kv_handle.handle_id)
@@ -436,7 +440,7 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
             num_produced += 1
             ended = ending(params, outputs)
         if fault is not None and num_produced == fault.after:
-            await act_out(fault)
+            await act_out(fault, context)
             return
         yield decode_pb2.DecodeResponse(finished=self._finish(ended))
 

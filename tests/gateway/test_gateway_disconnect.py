@@ -172,7 +172,8 @@ async def test_finished_requests_leave_nothing_behind(
     await assert_quiet(mesh, gateway)
 
 
-async def test_slow_reader_is_cut_and_holds_nobody_up() -> None:
+async def test_slow_reader_is_cut_and_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     async with FakeMesh() as mesh, run_gateway(mesh, client_timeout_s=0.3) as gateway:
         # Enough text to fill every buffer on the way.
         mesh.model.answers = {b"user: slow\n": ENDLESS}
@@ -180,7 +181,7 @@ async def test_slow_reader_is_cut_and_holds_nobody_up() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port, limit=1024)
         raw = writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        payload = json.dumps(body | {"n": 8}).encode()
+        payload = json.dumps(body | {"n": 4}).encode()
         writer.write(
             f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             f"content-length: {len(payload)}\r\n\r\n".encode()
@@ -198,3 +199,5 @@ async def test_slow_reader_is_cut_and_holds_nobody_up() -> None:
             await gateway.core.in_flight.wait_idle()
         await mesh.quiet()
         transport.abort()
+    lines = [one.__dict__ for one in caplog.records if one.message == "request finished"]
+    assert sorted(line["status"] for line in lines) == [200, 499]

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
@@ -15,7 +16,7 @@ from mesh.errors import (
     WorkerUnavailable,
 )
 from tests.gateway.fakes import EOS, FakeMesh, Fault
-from tests.gateway.running import chat, events, parse_events, run_gateway, text_of
+from tests.gateway.running import chat, events, eventually, parse_events, run_gateway, text_of
 
 CHAT = "/v1/chat/completions"
 HELLO = "Hello, world!"
@@ -56,8 +57,7 @@ async def test_decode_that_fails_goes_on_without_losing_or_repeating_a_token(
     requests = [request for decode in mesh.decodes for request in decode.requests]
     assert {request.sampling_params.seed for request in requests} == {11}
     await mesh.quiet()
-    assert mesh.tokenizer.num_open == 0
-    assert not mesh.prefill.held
+    await eventually(lambda: mesh.tokenizer.num_open == 0 and not mesh.prefill.held)
 
 
 async def test_resumption_starts_from_the_tokens_that_exist(
@@ -115,7 +115,9 @@ async def test_attempts_are_bounded(http: httpx.AsyncClient, mesh: FakeMesh) -> 
     assert len(mesh.scheduler.admits) == 3
 
 
-@pytest.mark.parametrize("error", [InternalError("NaN"), DeadlineExceeded("late")])
+@pytest.mark.parametrize(
+    "error", [InternalError("NaN"), DeadlineExceeded("late"), RuntimeError("a bug")]
+)
 async def test_failure_that_would_happen_everywhere_is_not_retried(
     http: httpx.AsyncClient, mesh: FakeMesh, error: Any
 ) -> None:
@@ -125,6 +127,17 @@ async def test_failure_that_would_happen_everywhere_is_not_retried(
 
     assert response.status_code in (500, 504)
     assert len(mesh.scheduler.admits) == 1
+
+
+async def test_call_that_grpc_itself_broke_goes_on_elsewhere(
+    http: httpx.AsyncClient, mesh: FakeMesh
+) -> None:
+    mesh.decode.faults = [Fault(after=3, status=grpc.StatusCode.INTERNAL)]
+
+    text, _, _ = await ask(http)
+
+    assert text == HELLO
+    assert list(mesh.scheduler.admits[1].excluded_worker_ids) == ["decode-0"]
 
 
 @pytest.mark.parametrize("last_token", ["eos", "cap"])

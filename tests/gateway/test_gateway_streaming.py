@@ -20,7 +20,15 @@ from mesh.errors import (
     WorkerUnavailable,
 )
 from tests.gateway.fakes import EOS, MODEL, FakeMesh, Fault
-from tests.gateway.running import chat, completion, events, parse_events, run_gateway, text_of
+from tests.gateway.running import (
+    chat,
+    completion,
+    events,
+    eventually,
+    parse_events,
+    run_gateway,
+    text_of,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = "Hello, world!"
@@ -140,7 +148,7 @@ async def test_stop_string_ends_the_decode(http: httpx.AsyncClient, mesh: FakeMe
     assert response.json()["choices"][0]["message"]["content"] == "one "
     # The seventh token came from prefill's worker plus six steps; no more were taken.
     assert mesh.decode.num_steps == 6
-    assert mesh.tokenizer.num_open == 0
+    await eventually(lambda: mesh.tokenizer.num_open == 0)
 
 
 FINISHES = [
@@ -275,8 +283,7 @@ async def test_worker_lost_for_good_ends_the_stream_with_an_error(
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
     assert HELLO.startswith(text_of(chunks))
     await mesh.quiet()
-    assert mesh.tokenizer.num_open == 0
-    assert not mesh.prefill.held
+    await eventually(lambda: mesh.tokenizer.num_open == 0 and not mesh.prefill.held)
 
 
 async def test_tokenizer_that_fails_a_sequence_ends_the_stream_with_an_error(
