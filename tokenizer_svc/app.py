@@ -7,16 +7,13 @@ from pathlib import Path
 
 from mesh.server import MeshServer, serve
 from mesh.telemetry import Stopwatch
-from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 from tokenizer_svc.config import TokenizerConfig
-from tokenizer_svc.detokenize_call import DetokenizeLimits
 from tokenizer_svc.encoder import Encoder
 from tokenizer_svc.models import InvalidModel, TokenizerModel, load_model
+from tokenizer_svc.sequence_table import SequenceLimits
 from tokenizer_svc.service import TokenizerServicer
 
 logger = logging.getLogger(__name__)
-
-_SERVICE_NAME = tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name
 
 
 async def run(config: TokenizerConfig) -> None:
@@ -48,7 +45,7 @@ def open_service(config: TokenizerConfig) -> Iterator[tuple[MeshServer, Tokenize
         servicer = TokenizerServicer(
             models,
             encoder,
-            detokenize_limits=DetokenizeLimits(
+            sequence_limits=SequenceLimits(
                 max_open_sequences=config.max_open_sequences,
                 max_stop_strings=config.max_stop_strings,
                 max_stop_chars=config.max_stop_chars,
@@ -57,9 +54,7 @@ def open_service(config: TokenizerConfig) -> Iterator[tuple[MeshServer, Tokenize
             max_message_bytes=config.max_message_bytes,
         )
         server = MeshServer(config.listen, max_message_bytes=config.max_message_bytes)
-        server.add(
-            tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, servicer, _SERVICE_NAME
-        )
+        servicer.add_to(server)
         yield server, servicer
 
 

@@ -1,21 +1,32 @@
 """TokenizerService over gRPC: translate, delegate, translate back."""
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import grpc
 
-from mesh.errors import InvalidRequest, MessageTooLarge, ModelNotFound
+from mesh.errors import InvalidRequest, MeshError, MessageTooLarge, ModelNotFound
+from mesh.server import MeshServer
 from mesh.telemetry import Stopwatch, span
 from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
 from tokenizer_svc.chat_template import ChatPrompt
-from tokenizer_svc.detokenize_call import DetokenizeCall, DetokenizeLimits
 from tokenizer_svc.encoder import Encoder, TextPrompt
 from tokenizer_svc.models import TokenizerModel
 from tokenizer_svc.quiescence import Quiescence
+from tokenizer_svc.sequence_table import (
+    Appended,
+    SequenceLimits,
+    SequenceOptions,
+    SequenceTable,
+    Tokens,
+)
 from tokenizer_svc.vocabulary import UnknownToken, Vocabulary
 
+logger = logging.getLogger(__name__)
+
+_SERVICE_NAME = tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"].full_name
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -27,16 +38,20 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         models: Sequence[TokenizerModel],
         encoder: Encoder,
         *,
-        detokenize_limits: DetokenizeLimits,
+        sequence_limits: SequenceLimits,
         max_bad_words: int,
         max_message_bytes: int,
     ) -> None:
         self._models: Mapping[str, TokenizerModel] = {model.name: model for model in models}
         self._encoder = encoder
-        self._detokenize_limits = detokenize_limits
+        self._sequence_limits = sequence_limits
         self._max_bad_words = max_bad_words
         self._max_message_bytes = max_message_bytes
         self._quiescence = Quiescence()
+
+    def add_to(self, server: MeshServer) -> None:
+        """Register with a server."""
+        server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, self, _SERVICE_NAME)
 
     async def drain(self) -> None:
         """Return once no prompt is being encoded and no sequence is open."""
@@ -94,16 +109,16 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest],
         context: _Context,
     ) -> AsyncGenerator[tokenizer_pb2.DetokenizeResponse, None]:
-        call = DetokenizeCall(self._models, self._detokenize_limits, self._quiescence)
+        table = SequenceTable(self._models, self._sequence_limits, self._quiescence)
         try:
             # The next request is read once the answer is written: a caller that does
             # not read is not read from, and nothing piles up here.
             async for request in request_iterator:
-                response = call.handle(request)
+                response = _answer(table, request)
                 if response is not None:
                     yield response
         finally:
-            call.close()
+            table.close()
 
     def _model(self, name: str) -> TokenizerModel:
         model = self._models.get(name)
@@ -152,6 +167,67 @@ def _to_prompt(request: tokenizer_pb2.EncodeRequest) -> TextPrompt | ChatPrompt:
             )
         case _:
             raise InvalidRequest("neither text nor chat is set")
+
+
+def _answer(
+    table: SequenceTable, request: tokenizer_pb2.DetokenizeRequest
+) -> tokenizer_pb2.DetokenizeResponse | None:
+    """Answer one event, if it is to be; what goes wrong ends its sequence only."""
+    sequence_id = request.sequence_id
+    try:
+        match request.WhichOneof("event"):
+            case "open":
+                table.open(sequence_id, _to_options(request.open))
+                return None
+            case "append":
+                return _to_response(sequence_id, table.append(sequence_id, _to_tokens(request)))
+            case "close":
+                table.end(sequence_id)
+                return None
+            case _:
+                raise InvalidRequest("no event is set")
+    except (MeshError, UnknownToken) as error:
+        message = str(error)
+    except Exception:
+        logger.exception("detokenization failed")
+        message = "internal error"
+    table.end(sequence_id)
+    return tokenizer_pb2.DetokenizeResponse(sequence_id=sequence_id, error=message)
+
+
+def _to_options(event: tokenizer_pb2.DetokenizeRequest.Open) -> SequenceOptions:
+    return SequenceOptions(
+        model=event.model,
+        prompt_token_ids=event.prompt_token_ids,
+        skip_special_tokens=event.skip_special_tokens,
+        stop=tuple(event.stop),
+        include_stop_str_in_output=event.include_stop_str_in_output,
+        min_tokens=event.min_tokens,
+        return_token_bytes=event.return_token_bytes,
+        traceparent=event.traceparent,
+    )
+
+
+def _to_tokens(request: tokenizer_pb2.DetokenizeRequest) -> Tokens:
+    event = request.append
+    return Tokens(
+        token_ids=event.token_ids,
+        is_last=event.is_last,
+        ends_with_stop_token=event.ends_with_stop_token,
+        describe_token_ids=event.describe_token_ids,
+    )
+
+
+def _to_response(sequence_id: int, appended: Appended) -> tokenizer_pb2.DetokenizeResponse:
+    delta = appended.delta
+    return tokenizer_pb2.DetokenizeResponse(
+        sequence_id=sequence_id,
+        text=delta.text,
+        matched_stop=delta.matched_stop,
+        num_tokens=delta.num_tokens if delta.matched_stop is not None else 0,
+        token_bytes=appended.token_bytes,
+        duration_ms=appended.duration_ms,
+    )
 
 
 def _decode(

@@ -22,11 +22,11 @@ from mesh.errors import (
 from mesh.server import MeshServer
 from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
 from tests.tokenizer_svc.synthetic import Json, bytes_tokenizer, encode, write_model
-from tokenizer_svc.detokenize_call import DetokenizeLimits
 from tokenizer_svc.encoder import Encoder
 from tokenizer_svc.guarded_tokenizer import load_tokenizer
 from tokenizer_svc.models import TokenizerModel, load_model
 from tokenizer_svc.renderer import RenderLimits
+from tokenizer_svc.sequence_table import SequenceLimits
 from tokenizer_svc.service import TokenizerServicer
 
 Stub: TypeAlias = "tokenizer_pb2_grpc.TokenizerServiceAsyncStub"
@@ -48,16 +48,12 @@ async def serving(
     servicer = TokenizerServicer(
         models,
         encoder,
-        detokenize_limits=DetokenizeLimits(max_open_sequences=max_open_sequences),
+        sequence_limits=SequenceLimits(max_open_sequences=max_open_sequences),
         max_bad_words=256,
         max_message_bytes=max_message_bytes,
     )
     server = MeshServer(max_message_bytes=max_message_bytes)
-    server.add(
-        tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,
-        servicer,
-        "mesh.v1.TokenizerService",
-    )
+    servicer.add_to(server)
     async with Channels() as channels:
         channel = channels.get(await server.start())
         yield tokenizer_pb2_grpc.TokenizerServiceStub(channel), servicer
