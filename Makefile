@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST_ARGS ?=
 
-.PHONY: setup setup-dev run test check protos bench clean
+.PHONY: setup setup-dev run test check protos docs bench clean
 
 setup: $(VENV)/.run  ## make .venv with what `pdmesh` needs
 
@@ -35,6 +35,10 @@ check: setup-dev  ## lint, types, import contracts, protos
 	$(BIN)/lint-imports --no-cache
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python tools/protos.py --check
+	$(BIN)/python tools/docs.py --check
+
+docs: setup-dev  ## regenerate the tables in docs/ that come from the code
+	$(BIN)/python tools/docs.py
 
 protos: setup-dev  ## regenerate mesh/v1 from protos/
 	$(BIN)/python tools/protos.py

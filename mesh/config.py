@@ -318,7 +318,8 @@ def _variables(name: str, field: FieldInfo) -> tuple[str, ...]:
 
 def _default(config_class: type[ServiceConfig], name: str, field: FieldInfo) -> str | None:
     if name == "worker_id":
-        return f"{config_class.service}-0"
+        service = getattr(config_class, "service", "<service>")
+        return f"{service}-0"
     if field.is_required():
         return None
     default = field.get_default(call_default_factory=True, validated_data={})
