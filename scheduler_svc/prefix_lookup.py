@@ -42,7 +42,7 @@ class PrefixLookup(Protocol):
 class BlockIndexReader(Protocol):
     """The part of `mesh.registry.BlockIndex` that placement reads."""
 
-    async def longest_prefix(self, model: str, keys: list[bytes]) -> dict[str, int]: ...
+    async def longest_prefix(self, model: str, keys: list[bytes]) -> dict[str, PrefixHit]: ...
 
 
 class IndexLookup:
@@ -81,13 +81,9 @@ class IndexLookup:
             self._failed(error)
             return {}
         self._num_failures = 0
-        return {
-            holder_id: PrefixHit(device_blocks=num_blocks)
-            for holders in found
-            for holder_id, num_blocks in holders.items()
-        }
+        return {holder_id: hit for holders in found for holder_id, hit in holders.items()}
 
-    async def _ask(self, query: PrefixQuery, layout: BlockLayout) -> dict[str, int]:
+    async def _ask(self, query: PrefixQuery, layout: BlockLayout) -> dict[str, PrefixHit]:
         # The last token is computed anyway: a block that it fills is never looked up.
         token_ids = query.token_ids[:-1]
         keys = BlockKeys(layout.layout_fingerprint).chain(

@@ -4,6 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mesh.block_index import PrefixHit
+
+__all__ = [
+    "ActiveLoad",
+    "Candidate",
+    "Hits",
+    "PrefixHit",
+    "RequestFacts",
+    "Role",
+    "WorkerView",
+    "candidate",
+]
+
 
 class Role(StrEnum):
     """What a worker does for others. A decode worker can compute prompts too."""
@@ -31,27 +44,6 @@ class ActiveLoad:
     prefill_tokens: int = 0
     # KV blocks in use or promised.
     blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """Leading blocks of a prompt that a worker can reach, each counted in its warmest tier."""
-
-    device_blocks: int = 0
-    host_blocks: int = 0
-    disk_blocks: int = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return self.device_blocks + self.host_blocks + self.disk_blocks
-
-    def bounded(self, num_blocks: int) -> "PrefixHit":
-        """The part within the first `num_blocks`; the warmest tiers hold the first blocks."""
-        if self.num_blocks <= num_blocks:
-            return self
-        device = min(self.device_blocks, num_blocks)
-        host = min(self.host_blocks, num_blocks - device)
-        return PrefixHit(device, host, min(self.disk_blocks, num_blocks - device - host))
 
 
 # By the holder id of a worker.

@@ -11,6 +11,7 @@ from typing import Literal
 
 from engine.loop import EngineLoop
 from engine.request import EngineStopped
+from mesh.block_publisher import BlockPublisher
 from mesh.client import Channels
 from mesh.registry import (
     BlockIndex,
@@ -22,7 +23,6 @@ from mesh.registry import (
     new_incarnation,
 )
 from mesh.server import MeshServer, serve
-from worker.block_publisher import BlockPublisher
 from worker.config import WorkerConfig
 from worker.engine_loading import LoadedEngine, load_engine
 from worker.progress import ProgressMonitor
