@@ -48,11 +48,13 @@ class ModelRunner:
     def block_bytes(self) -> int:
         return self._kv_cache.layout.block_bytes
 
-    @torch.inference_mode()
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        batch = build_batch(
-            [_slice(item) for item in scheduled], self._kv_cache.layout.block_size, self._device
-        )
+        return self.forward([_slice(item) for item in scheduled])
+
+    @torch.inference_mode()
+    def forward(self, slices: Sequence[SequenceSlice]) -> Tensor:
+        """Compute any slices, whoever owns their blocks; logits of the rows that they ask for."""
+        batch = build_batch(slices, self._kv_cache.layout.block_size, self._device)
         return self._model.forward(batch, self._kv_cache)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from engine.kv_cache import KvCache, KvCacheLayout
 from engine.loader import load_weights
 from engine.models.llama import LlamaModel, WeightsError, check_weights
 from engine.models.registry import Model, build_model
-from tests.prompts import SIX_QUESTIONS, VARIED_PROMPTS
+from quality.prompts import SIX_QUESTIONS, VARIED_PROMPTS
 from tests.tiny_llama import make_tiny_model, reference_logits
 
 BLOCK_SIZE = 4
