@@ -108,6 +108,11 @@ class Engine:
         self.is_stalled = batch.is_empty or not self._batcher.has_work
         return events
 
+    @property
+    def runner(self) -> Runner:
+        """What computes. Only while no request has come may others use its blocks."""
+        return self._runner
+
     def check(self, request: Request) -> None:
         """Raise an EngineError if the request could never be served; safe on any thread."""
         if not request.prompt_token_ids:
