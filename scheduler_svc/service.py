@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -148,14 +149,6 @@ def _to_worker_state(worker: RegisteredWorker, num_placements: int) -> scheduler
         role=record.role,
         address=record.address,
         incarnation=record.incarnation,
-        load=types_pb2.EngineLoad(
-            num_blocks=load.num_blocks,
-            num_free_blocks=load.num_free_blocks,
-            num_leases=load.num_leases,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_waiting_tokens=load.num_waiting_tokens,
-            num_steps=load.num_steps,
-        ),
+        load=types_pb2.EngineLoad(**asdict(load)),
         num_placements=num_placements,
     )
