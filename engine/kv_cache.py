@@ -4,6 +4,7 @@ import fcntl
 import math
 import mmap
 import os
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,6 +36,10 @@ class KvCacheLayout:
         """Bytes of one block: all layers, keys and values."""
         return math.prod(self.block_shape) * self.dtype.itemsize
 
+    def generations_offset(self, num_blocks: int) -> int:
+        """Where in a segment's file the generations are: on the first page after the blocks."""
+        return -(-num_blocks * self.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
     def fields(self) -> dict[str, str | int]:
         """What two engines must agree on to exchange blocks."""
         return {
@@ -51,7 +56,8 @@ class KvCache:
     """The blocks' memory: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
 
     With a path, that is a file (in /dev/shm) that a transfer agent can map; this
-    object owns the file and holds its lock for as long as it lives.
+    object owns the file and holds its lock for as long as it lives. Behind the blocks the
+    file has their `generations`, by which the agent sees that one got new content.
     """
 
     def __init__(
@@ -68,14 +74,16 @@ class KvCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self.path = path
+        self.generations: array[int] | memoryview[int] = array("I")
         self._release: Callable[[], None] = lambda: None
-        num_bytes = num_blocks * layout.block_bytes
         shape = (num_blocks, *layout.block_shape)
         if torch.device(device).type == "cpu":
-            memory = self._map(num_bytes)
+            memory = self._map(num_blocks * layout.block_bytes)
             self.tensor = torch.frombuffer(memory, dtype=layout.dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=layout.dtype, device=device)
+        if not self.generations:
+            self.generations = array("I", bytes(4 * num_blocks))
 
     @property
     def rows(self) -> Tensor:
@@ -93,8 +101,14 @@ class KvCache:
         if self.path is None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
             return mmap.mmap(-1, num_bytes, flags=flags)
-        descriptor = _create_segment(self.path, num_bytes)
+        offset = self.layout.generations_offset(self.num_blocks)
+        generations_bytes = self.num_blocks * array("I").itemsize
+        descriptor = _create_segment(self.path, offset + generations_bytes)
         self._release = lambda: _remove_segment(descriptor, self.path)
+        # A mapping of its own: whoever keeps the generations does not keep the blocks.
+        self.generations = memoryview(mmap.mmap(descriptor, generations_bytes, offset=offset)).cast(
+            "I"
+        )
         return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 
