@@ -55,6 +55,11 @@ def listen(address: str | None, *, vllm_names: bool = False) -> Callable[[], Non
     return stop
 
 
+def forget_vllm_names() -> None:
+    """Undo `vllm_names`."""
+    _names.unregister()
+
+
 @dataclass(frozen=True)
 class Description:
     """What the documentation says of an instrument."""
@@ -74,6 +79,14 @@ _descriptions: list[Description] = []
 def describe() -> list[Description]:
     """Every instrument, in the order of declaration."""
     return list(_descriptions)
+
+
+_UNITS = {"s": "_seconds", "By": "_bytes"}
+
+
+def prometheus_name(described: Description) -> str:
+    """The family's name on /metrics; a counter's samples end in `_total` on top."""
+    return described.name.replace(".", "_") + _UNITS.get(described.unit, "")
 
 
 class Values:

@@ -27,7 +27,7 @@ class Renamed:
 RENAMED = (
     Renamed("pdmesh_engine_running", "vllm:num_requests_running"),
     Renamed("pdmesh_engine_waiting", "vllm:num_requests_waiting"),
-    Renamed("pdmesh_kv_cache_usage_ratio", "vllm:kv_cache_usage_perc"),
+    Renamed("pdmesh_kv_cache_usage", "vllm:kv_cache_usage_perc"),
     Renamed("pdmesh_prefix_cache_queries", "vllm:prefix_cache_queries"),
     Renamed("pdmesh_prefix_cache_hits", "vllm:prefix_cache_hits"),
     Renamed("pdmesh_preemptions", "vllm:num_preemptions"),

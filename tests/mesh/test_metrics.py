@@ -24,11 +24,11 @@ def value(name: str, **labels: str) -> float:
 
 
 def test_counters_are_rendered_for_prometheus() -> None:
-    before = value("pdmesh_disagg_decisions_total", decision="local", reason="isl_bounding")
+    before = value("pdmesh_disagg_decision_total", decision="local", reason="isl_bounding")
 
     metrics.DISAGG_DECISIONS.add(2, {"decision": "local", "reason": "isl_bounding"})
 
-    after = value("pdmesh_disagg_decisions_total", decision="local", reason="isl_bounding")
+    after = value("pdmesh_disagg_decision_total", decision="local", reason="isl_bounding")
     assert after == before + 2
     assert metrics.render()[1].startswith("text/plain")
 
@@ -163,7 +163,7 @@ def test_metrics_are_served_over_http(stop_listening: list[Callable[[], None]]) 
     stop_listening.append(metrics.listen(f"127.0.0.1:{port}"))
 
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-        assert "pdmesh_disagg_decisions" in response.read().decode()
+        assert "pdmesh_disagg_decision" in response.read().decode()
         assert response.headers["content-type"].startswith("text/plain")
 
 
