@@ -45,6 +45,13 @@ class ActiveLoad:
     # KV blocks in use or promised.
     blocks: int = 0
 
+    def __add__(self, other: "ActiveLoad") -> "ActiveLoad":
+        return ActiveLoad(
+            self.num_requests + other.num_requests,
+            self.prefill_tokens + other.prefill_tokens,
+            self.blocks + other.blocks,
+        )
+
 
 # By the holder id of a worker.
 Hits = Mapping[str, PrefixHit]
@@ -52,7 +59,7 @@ Hits = Mapping[str, PrefixHit]
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One live worker: what it is, what it reports, and what this scheduler charged to it."""
+    """One live worker: what it is, what it reports, and what schedulers have charged to it."""
 
     worker_id: str
     # A new process is a new incarnation, and so a new holder of blocks and charges.
@@ -67,7 +74,7 @@ class WorkerView:
     reported: ActiveLoad = ActiveLoad()
     charged: ActiveLoad = ActiveLoad()
 
-    # A heartbeat lags behind our own charges, and our charges miss what other schedulers
+    # A heartbeat lags behind the charges, and the charges miss what a scheduler that has died
     # placed: the larger of the two is nearer to the truth than either.
     @property
     def prefill_tokens(self) -> int:
