@@ -20,7 +20,7 @@ NUMBERS = st.one_of(
     st.floats(allow_nan=False, allow_infinity=False).map(lambda number: json.dumps(number)),
 )
 
-_CHARACTERS = st.characters(exclude_categories=("Cs",))
+_CHARACTERS = st.characters(codec="utf-8")
 _SHORT = {'"': '\\"', "\\": "\\\\", "/": "\\/", "\b": "\\b", "\f": "\\f", "\n": "\\n"}
 
 

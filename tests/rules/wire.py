@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import uvloop
+
 Header = tuple[str, str]
 Result = TypeVar("Result")
 
@@ -69,6 +71,18 @@ class Client:
         headers: Sequence[Header] = (("content-type", "application/json"),),
         chunk_bytes: int | None = None,
     ) -> Answer:
+        """Ask and wait for the answer."""
+        self.ask(body, path, method, headers, chunk_bytes)
+        return self.answer()
+
+    def ask(
+        self,
+        body: bytes | None,
+        path: str,
+        method: str,
+        headers: Sequence[Header],
+        chunk_bytes: int | None,
+    ) -> None:
         """`chunk_bytes` sends the body chunked, in pieces of that size."""
         if self._connection.sock is None:
             self._connection = self._connect()
@@ -83,6 +97,9 @@ class Client:
             if body is not None:
                 self._connection.putheader("content-length", str(len(body)))
             self._connection.endheaders(body)
+
+    def answer(self) -> Answer:
+        """The answer to what was asked."""
         response = self._connection.getresponse()
         payload = response.read()
         fields = {name.lower(): value for name, value in response.getheaders()}
@@ -122,7 +139,7 @@ class Background:
     """An event loop in a thread, for servers that blocking tests talk to."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
