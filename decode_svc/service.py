@@ -12,7 +12,8 @@ import grpc
 
 from decode_svc.config import DecodeConfig
 from decode_svc.generation import Generator, Transfer
-from decode_svc.kv_import import KvImporter, KvImportLimits, RemoteKv
+from decode_svc.kv_holder import RemoteKv
+from decode_svc.kv_import import KvImporter, KvImportLimits
 from engine.request import Request, TokenOutput
 from mesh import metrics
 from mesh.client import remaining_s
@@ -42,7 +43,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         remote: RemoteKv | None = None
         if request.HasField("kv_handle"):
             deadline = time.monotonic() + remaining_s(context, math.inf)
-            remote = RemoteKv(request.kv_handle, deadline)
+            remote = RemoteKv(request.kv_handle, deadline, request.awaits_first_token)
         transfer = Transfer()
         last: TokenOutput | None = None
         try:
@@ -82,6 +83,9 @@ def _finished(last: TokenOutput, transfer: Transfer) -> decode_pb2.DecodeFinishe
     assert last.finish_reason is not None, "a decode ends for a reason"
     assert last.timings is not None, "the last token carries the timings"
     timings = last.timings
+    # What went by before the first token belongs to the prefill that ran meanwhile.
+    wait_overlap_s = min(transfer.overlap_s, timings.decode_wait_s)
+    kv_overlap_s = min(transfer.overlap_s - wait_overlap_s, timings.remote_kv_s)
     return decode_pb2.DecodeFinished(
         finish_reason=translate.to_finish_reason(last.finish_reason),
         matched_stop_token_id=last.matched_stop_token_id,
@@ -89,8 +93,8 @@ def _finished(last: TokenOutput, transfer: Transfer) -> decode_pb2.DecodeFinishe
         timings=translate.to_timings(
             (types_pb2.STAGE_PREFILL_WAIT, timings.wait_s),
             (types_pb2.STAGE_PREFILL_COMPUTE, timings.prefill_s),
-            (types_pb2.STAGE_KV_TRANSFER, timings.remote_kv_s + transfer.lost_s),
-            (types_pb2.STAGE_DECODE_WAIT, timings.decode_wait_s),
+            (types_pb2.STAGE_KV_TRANSFER, timings.remote_kv_s - kv_overlap_s + transfer.lost_s),
+            (types_pb2.STAGE_DECODE_WAIT, timings.decode_wait_s - wait_overlap_s),
             (types_pb2.STAGE_DECODE_STEPS, timings.decode_s),
         ),
         kv_transfer_bytes=transfer.payload_bytes,
@@ -114,6 +118,7 @@ def decode_service(config: DecodeConfig) -> Service:
             worker.engine,
             worker.channels,
             engine_id=worker.loaded.engine_id,
+            transfer_address=config.kv_transfer_address,
             layout_fingerprint=worker.loaded.layout_fingerprint,
             block_size=config.block_size,
             limits=KvImportLimits(config.kv_pull_timeout_s, config.kv_release_timeout_s),

@@ -32,12 +32,17 @@ class DecodeRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     KV_HANDLE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    AWAITS_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id from the gateway, unique among running requests."""
     model: _builtins.str
     """Model name."""
     cache_salt: _builtins.str
     """Blocks are shared only between requests with the same salt."""
+    awaits_first_token: _builtins.bool
+    """`kv_handle` is of a prefill that is still running: its first token, which goes
+    after `output_token_ids`, and the rest of the KV come from its holder.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -64,10 +69,11 @@ class DecodeRequest(_message.Message):
         sampling_params: _types_pb2.SamplingParams | None = ...,
         kv_handle: _types_pb2.KvHandle | None = ...,
         cache_salt: _builtins.str = ...,
+        awaits_first_token: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_handle", b"kv_handle", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "kv_handle", b"kv_handle", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits_first_token", b"awaits_first_token", "cache_salt", b"cache_salt", "kv_handle", b"kv_handle", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
