@@ -20,7 +20,7 @@ from prefill_svc.leases import LeaseTable
 from worker import translate
 from worker.engine_port import EnginePort, run_request
 from worker.host import Quiescence, Service, Worker
-from worker.spans import run_span
+from worker.spans import add_chunk_event, end_attributes, run_span
 from worker.streams import ActiveStreams
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -66,17 +66,20 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         early: types_pb2.KvHandle | None = None
         is_delivered = False
         try:
-            with run_span("prefill.run", {"pdmesh.request_id": request.request_id}) as span:
+            with run_span("prefill.run", prompt) as span:
                 async with self._streams.open(run_request(self._engine, prompt)) as batches:
                     async for batch in batches:
                         match batch[-1]:
                             case TokenOutput() as first:
-                                span.set_attributes(_attributes(prompt, first))
+                                span.add_event("first_token")
+                                span.set_attributes(end_attributes(first))
                             case PrefillProgress() as progress if early is None:
+                                add_chunk_event(span, progress)
                                 early = self._begin_handover(prompt, progress)
                                 yield _progress(progress, early)
                             case PrefillProgress() as progress:
                                 assert early is not None
+                                add_chunk_event(span, progress)
                                 self._advance(early, progress)
                                 yield _progress(progress)
             assert first is not None, "run_request ends with a token or an error"
@@ -219,13 +222,6 @@ def _progress(
             num_computed_tokens=progress.num_computed_tokens, kv_handle=handle
         )
     )
-
-
-def _attributes(prompt: Request, first: TokenOutput) -> dict[str, int]:
-    return {
-        "pdmesh.prompt_tokens": len(prompt.prompt_token_ids),
-        "pdmesh.cached_tokens": first.num_cached_tokens,
-    }
 
 
 def _after(delay_s: float) -> Timestamp:

@@ -87,6 +87,7 @@ class DecodeResponse(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _types_pb2.TokenChunk:
         """New tokens."""
@@ -95,15 +96,20 @@ class DecodeResponse(_message.Message):
     def finished(self) -> Global___DecodeFinished:
         """The sequence ended; last message."""
 
+    @_builtins.property
+    def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StageTiming]:
+        """With the first tokens: the stages until then."""
+
     def __init__(
         self,
         *,
         tokens: _types_pb2.TokenChunk | None = ...,
         finished: Global___DecodeFinished | None = ...,
+        timings: _abc.Iterable[_types_pb2.StageTiming] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -122,6 +128,9 @@ class DecodeFinished(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    MEAN_BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why."""
     matched_stop_token_id: _builtins.int
@@ -132,6 +141,12 @@ class DecodeFinished(_message.Message):
     """
     kv_transfer_bytes: _builtins.int
     """Bytes of KV that were pulled."""
+    mean_batch_size: _builtins.float
+    """Requests in the running batch while tokens came, on average."""
+    max_kv_cache_usage: _builtins.float
+    """Share of the blocks that was held while tokens came, at most."""
+    num_preemptions: _builtins.int
+    """How often the request gave its blocks away to others."""
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StageTiming]:
         """STAGE_KV_TRANSFER, STAGE_DECODE_WAIT, STAGE_DECODE_STEPS; in local mode also
@@ -146,10 +161,13 @@ class DecodeFinished(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         timings: _abc.Iterable[_types_pb2.StageTiming] | None = ...,
         kv_transfer_bytes: _builtins.int = ...,
+        mean_batch_size: _builtins.float = ...,
+        max_kv_cache_usage: _builtins.float = ...,
+        num_preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id", "matched_stop_token_id", b"matched_stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id", "finish_reason", b"finish_reason", "kv_transfer_bytes", b"kv_transfer_bytes", "matched_stop_token_id", b"matched_stop_token_id", "num_cached_tokens", b"num_cached_tokens", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id", "finish_reason", b"finish_reason", "kv_transfer_bytes", b"kv_transfer_bytes", "matched_stop_token_id", b"matched_stop_token_id", "max_kv_cache_usage", b"max_kv_cache_usage", "mean_batch_size", b"mean_batch_size", "num_cached_tokens", b"num_cached_tokens", "num_preemptions", b"num_preemptions", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__matched_stop_token_id: _TypeAlias = _typing.Literal["matched_stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__matched_stop_token_id: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id"]  # noqa: Y015

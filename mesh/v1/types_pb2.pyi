@@ -72,9 +72,13 @@ class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType
     """Turning tokens into text."""
     STAGE_WRITE: _Stage.ValueType  # 10
     """Writing the answer to the client."""
+    STAGE_NETWORK: _Stage.ValueType  # 11
+    """Between the services: sockets, serialization, event loops that were busy."""
 
 class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
-    """The parts into which a request's time is divided."""
+    """The parts into which a request's time is divided. On a request's critical path
+    they do not overlap and leave no gap: together they are its total time.
+    """
 
 STAGE_UNSPECIFIED: Stage.ValueType  # 0
 """Never sent."""
@@ -98,6 +102,8 @@ STAGE_DETOKENIZE: Stage.ValueType  # 9
 """Turning tokens into text."""
 STAGE_WRITE: Stage.ValueType  # 10
 """Writing the answer to the client."""
+STAGE_NETWORK: Stage.ValueType  # 11
+"""Between the services: sockets, serialization, event loops that were busy."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
