@@ -163,8 +163,8 @@ class Scheduler:
         estimates = self._costs_of(held.facts.model).estimates
         if held.decision.mode is PlacementMode.LOCAL:
             self._learn_prefill(held, times)
-        elif times.kv_transfer_s and times.num_cached_tokens is not None:
-            num_pulled = held.facts.num_prompt_tokens - times.num_cached_tokens
+        elif times.kv_transfer_s:
+            num_pulled = held.facts.num_prompt_tokens - held.decision.decode.num_cached_tokens
             estimates.observe_transfer(num_pulled, times.kv_transfer_s)
         if times.decode_steps_s:
             beside = self._ledger.charged(held.decision.decode.worker.holder_id).num_requests

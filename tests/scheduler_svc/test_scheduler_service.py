@@ -28,6 +28,7 @@ from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from scheduler_svc.admission import QueueSettings
 from scheduler_svc.app import SERVICE_NAME
 from scheduler_svc.cluster import Cluster
+from scheduler_svc.objectives import Objectives
 from scheduler_svc.placement import PlacementSettings
 from scheduler_svc.prefix_lookup import PrefixQuery
 from scheduler_svc.scheduler import Scheduler
@@ -106,6 +107,8 @@ async def serve() -> AsyncIterator[Serve]:
             has_workers: bool = True,
             max_num_waiting: int = 256,
             max_wait_s: float = 30,
+            objectives: Objectives | None = None,
+            quantum: int = 2048,
             **settings: Any,
         ) -> Mesh:
             usual = (registered("p0", "prefill"), registered("d0")) if has_workers else ()
@@ -115,7 +118,8 @@ async def serve() -> AsyncIterator[Serve]:
                 cluster,
                 lookup,
                 PlacementSettings(**settings),
-                QueueSettings(max_num_waiting=max_num_waiting),
+                QueueSettings(max_num_waiting=max_num_waiting, quantum=quantum),
+                objectives,
             )
             await cluster.refresh()
             server = MeshServer("127.0.0.1:0")
@@ -167,6 +171,9 @@ class Call:
 
     async def prefill_done(self) -> None:
         await self._call.write(PREFILL_DONE)
+
+    async def tell(self, message: Any) -> None:
+        await self._call.write(message)
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -602,3 +609,126 @@ async def test_random_calls_and_cancellations_leave_no_placement(serve: Serve) -
 
     await mesh.until()
     assert set((await mesh.num_placements()).values()) == {0}
+
+
+async def test_objective_that_cannot_be_met_is_refused_at_once_with_a_delay(serve: Serve) -> None:
+    mesh = await serve()
+    await _measure(mesh, num_requests=20, prefill_ms=2000)
+    before = _num_rejections("ttft_objective")
+
+    with pytest.raises(QueueFull) as caught:
+        await Call(mesh, admit(ttft_objective_ms=500)).placement()
+
+    assert caught.value.retry_after_s is not None
+    assert 1 <= caught.value.retry_after_s <= 3
+    assert _num_rejections("ttft_objective") == before + 1
+    patient = Call(mesh, admit(ttft_objective_ms=60_000))
+    await patient.placement()
+    await patient.close()
+
+
+async def _measure(mesh: Mesh, num_requests: int, prefill_ms: float) -> None:
+    """Requests that tell how long they took, as the gateway does."""
+    for number in range(num_requests):
+        call = Call(mesh, admit(160 + number))
+        await call.placement()
+        await call.tell(
+            PlaceRequest(
+                prefill_done=PlaceRequest.PrefillDone(
+                    timings=[_timing(types_pb2.STAGE_PREFILL_COMPUTE, prefill_ms)]
+                )
+            )
+        )
+        await call.tell(
+            PlaceRequest(
+                finished=PlaceRequest.Finished(
+                    timings=[
+                        _timing(types_pb2.STAGE_PREFILL_COMPUTE, prefill_ms),
+                        _timing(types_pb2.STAGE_KV_TRANSFER, 50),
+                        _timing(types_pb2.STAGE_DECODE_STEPS, 150),
+                    ],
+                    num_output_tokens=16,
+                )
+            )
+        )
+        await call.close()
+
+
+def _timing(stage: types_pb2.Stage.ValueType, duration_ms: float) -> types_pb2.StageTiming:
+    return types_pb2.StageTiming(stage=stage, duration_ms=duration_ms)
+
+
+def _num_rejections(reason: str) -> float:
+    for line in metrics.render()[0].decode().splitlines():
+        if line.startswith("pdmesh_scheduler_rejections_total") and f'"{reason}"' in line:
+            return float(line.rpartition(" ")[2])
+    return 0
+
+
+async def test_state_says_when_this_deployment_is_better_off_local(serve: Serve) -> None:
+    mesh = await serve()
+    await _measure(mesh, num_requests=20, prefill_ms=100)
+    [verdict] = (await mesh.state()).verdicts
+    assert verdict.advice == scheduler_pb2.DisaggregationVerdict.ADVICE_UNSPECIFIED
+    assert verdict.prefill_tokens_per_second > 0
+    assert verdict.transfer_tokens_per_second > 0
+
+    reasons = set()
+    for _ in range(40):
+        call = Call(mesh, admit())
+        reasons.add((await call.placement()).reason)
+        await call.close()
+
+    # An idle decode worker computes as fast, and nothing has to move.
+    assert "local_cheaper" in reasons
+    [verdict] = (await mesh.state()).verdicts
+    assert verdict.model == "smol"
+    assert verdict.advice == scheduler_pb2.DisaggregationVerdict.ADVICE_LOCAL
+    assert 0 < verdict.local_ms < verdict.remote_ms
+
+
+async def test_tenants_and_classes_decide_who_goes_first(serve: Serve) -> None:
+    mesh = await serve(registered("d0"), max_num_seqs=1, quantum=500)
+    holder = Call(mesh)
+    await holder.placement()
+    calls = {
+        "flood-1": Call(mesh, admit(tenant="flood", max_tokens=400)),
+        "flood-2": Call(mesh, admit(tenant="flood", max_tokens=400)),
+        "job": Call(mesh, admit(priority_class=scheduler_pb2.PRIORITY_CLASS_OFFLINE)),
+        "few": Call(mesh, admit(tenant="few")),
+    }
+    order: list[str] = []
+
+    async def serve_one(name: str, call: Call) -> None:
+        await call.placement()
+        order.append(name)
+        await call.close()
+
+    tasks = []
+    for number, (name, call) in enumerate(calls.items(), 1):
+        tasks.append(asyncio.create_task(serve_one(name, call)))
+        await mesh.until(num_waiting=number, num_placements=1)
+    await holder.close()
+    await asyncio.gather(*tasks)
+
+    assert order.index("few") < order.index("flood-2")
+    assert order[-1] == "job"
+
+
+async def test_very_long_prompts_may_not_have_all_workers(serve: Serve) -> None:
+    workers = [registered(f"p{n}", "prefill") for n in range(2)]
+    mesh = await serve(*workers, registered("d0"), objectives=Objectives(long_prompt_tokens=500))
+    long, other = Call(mesh, admit(600)), Call(mesh, admit(600))
+    await long.placement()
+    waiting = asyncio.create_task(other.placement())
+    await mesh.until(num_waiting=1, num_placements=1)
+
+    short = Call(mesh, admit(100))
+    await short.placement()
+    await short.close()
+    assert not waiting.done()
+    await long.prefill_done()
+
+    await asyncio.wait_for(waiting, 5)
+    await long.close()
+    await other.close()

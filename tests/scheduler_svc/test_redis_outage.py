@@ -1,0 +1,204 @@
+"""Redis dies, restarts empty or hangs: requests go on, and the index is whole again in time."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from mesh import metrics
+from mesh.block_index import BlockIndex
+from mesh.block_keys import BlockKeys
+from mesh.block_publisher import BlockPublisher
+from mesh.ports import find_free_ports
+from mesh.redis_client import connect_redis
+from mesh.registry import Heartbeat, WorkerLoad, WorkerRegistry
+from scheduler_svc.app import running_scheduler
+from scheduler_svc.config import SchedulerConfig
+from scheduler_svc.loads import HeldPlacement
+from scheduler_svc.scheduler import AdmitRequest, Scheduler
+from scheduler_svc.workers import RequestFacts
+from tests.paper_workers import registered
+from tests.valkey import RedisProxy, running_valkey
+
+WHOLE_AGAIN_S = 5.0
+TOKEN_IDS = list(range(200))
+KEYS = BlockKeys("f1").chain(TOKEN_IDS, 16)
+
+
+@dataclass
+class Changes:
+    stored: list[bytes]
+    removed: list[bytes]
+
+
+@asynccontextmanager
+async def living_worker(redis_url: str, worker_id: str, held: list[bytes]) -> AsyncIterator[None]:
+    """What a worker process keeps up in Redis, with the settings that it has."""
+    record = registered(worker_id, "prefill" if worker_id[0] == "p" else "decode").record
+    redis = connect_redis(redis_url)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(redis.aclose)
+        publisher = await stack.enter_async_context(
+            BlockPublisher(BlockIndex(redis), "smol", worker_id, "1")
+        )
+        publisher.offer(Changes(held, []))
+        registry = WorkerRegistry(redis)
+        await stack.enter_async_context(
+            Heartbeat(registry, record, lambda: WorkerLoad(100, 100), interval_s=0.2)
+        )
+        yield
+
+
+@asynccontextmanager
+async def mesh(redis_url: str, *, scheduler_url: str = "") -> AsyncIterator[Scheduler]:
+    """Three prefill workers, of which one has the prefix, a decode worker and a scheduler."""
+    config = SchedulerConfig.model_validate(
+        {"redis_url": scheduler_url or redis_url, "predicted_ttl_s": 0}
+    )
+    async with (
+        living_worker(redis_url, "p0", []),
+        living_worker(redis_url, "p1", KEYS),
+        living_worker(redis_url, "p2", []),
+        living_worker(redis_url, "d0", []),
+        running_scheduler(config) as scheduler,
+    ):
+        await until(_is_copied)
+        assert await _is_by_prefix(scheduler)
+        yield scheduler
+
+
+async def placed(scheduler: Scheduler) -> HeldPlacement:
+    facts = RequestFacts("smol", len(TOKEN_IDS), 16)
+    async with scheduler.hold(AdmitRequest(facts, TOKEN_IDS), timeout_s=5) as held:
+        return held
+
+
+async def _is_copied() -> bool:
+    """Whether some scheduler has a local copy of the index."""
+    lines = metrics.render()[0].decode().splitlines()
+    return f"pdmesh_scheduler_indexed_blocks {len(KEYS)}.0" in lines
+
+
+async def _is_by_prefix(scheduler: Scheduler) -> bool:
+    prefill = (await placed(scheduler)).decision.prefill
+    return prefill is not None and prefill.num_cached_tokens == 192
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10) -> None:
+    async with asyncio.timeout(timeout_s):
+        # Redis is polled, and so are those who poll it.
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def slowest_placement_s(scheduler: Scheduler, during_s: float) -> float:
+    slowest, ends_at = 0.0, time.perf_counter() + during_s
+    while time.perf_counter() < ends_at:
+        started = time.perf_counter()
+        await placed(scheduler)
+        slowest = max(slowest, time.perf_counter() - started)
+        await asyncio.sleep(0.01)
+    return slowest
+
+
+async def _has_all(redis_url: str) -> bool:
+    """Whether Redis itself knows everything again."""
+    redis = connect_redis(redis_url)
+    try:
+        workers = await WorkerRegistry(redis).list()
+        found = await BlockIndex(redis).longest_prefix("smol", KEYS)
+    finally:
+        await redis.aclose()
+    return len(workers) == 4 and {k: v.num_blocks for k, v in found.items()} == {"p1@1": 12}
+
+
+# RD-03
+async def test_redis_that_restarts_empty_is_whole_again_within_five_seconds() -> None:
+    [port] = find_free_ports(1)
+    url = f"redis://127.0.0.1:{port}/0"
+    async with AsyncExitStack() as stack:
+        with running_valkey(port):
+            scheduler = await stack.enter_async_context(mesh(url))
+        # It is gone.
+        assert await slowest_placement_s(scheduler, during_s=3) < 0.5
+        assert await _is_by_prefix(scheduler)
+
+        with running_valkey(port):
+            returned_at = time.monotonic()
+            await until(lambda: _has_all(url), WHOLE_AGAIN_S)
+            assert time.monotonic() - returned_at < WHOLE_AGAIN_S
+            assert await _is_by_prefix(scheduler)
+            # A new scheduler learns all of it from Redis.
+            async with running_scheduler(
+                SchedulerConfig.model_validate({"redis_url": url, "predicted_ttl_s": 0})
+            ) as newcomer:
+                await until(lambda: _is_by_prefix(newcomer))
+            await stack.aclose()
+
+
+# RD-03
+async def test_redis_that_hangs_delays_nobody_and_is_followed_again_afterwards(
+    redis_url: str, redis_proxy: RedisProxy
+) -> None:
+    async with mesh(redis_url, scheduler_url=redis_proxy.url) as scheduler:
+        redis_proxy.is_black_hole = True
+        assert await slowest_placement_s(scheduler, during_s=3) < 0.5
+        redis_proxy.is_black_hole = False
+        redis_proxy.cut()
+
+        async with living_worker(redis_url, "p3", KEYS):
+
+            async def is_known() -> bool:
+                return any(one.record.worker_id == "p3" for one in scheduler.workers)
+
+            await until(is_known, WHOLE_AGAIN_S)
+
+
+# RD-03
+async def test_mesh_that_starts_without_redis_is_whole_soon_after_it_comes() -> None:
+    [port] = find_free_ports(1)
+    url = f"redis://127.0.0.1:{port}/0"
+    config = SchedulerConfig.model_validate({"redis_url": url, "predicted_ttl_s": 0})
+    async with AsyncExitStack() as stack:
+        for worker_id, held in (("p0", []), ("p1", KEYS), ("p2", []), ("d0", [])):
+            await stack.enter_async_context(living_worker(url, worker_id, held))
+        scheduler = await stack.enter_async_context(running_scheduler(config))
+        assert not scheduler.workers
+
+        with running_valkey(port):
+            await until(lambda: _has_all(url), WHOLE_AGAIN_S)
+
+            async def is_known() -> bool:
+                return len(scheduler.workers) == 4 and await _is_by_prefix(scheduler)
+
+            await until(is_known, WHOLE_AGAIN_S)
+            await stack.aclose()
+
+
+async def test_schedulers_learn_of_each_other_and_one_may_die(redis_url: str) -> None:
+    config = SchedulerConfig.model_validate({"redis_url": redis_url, "max_num_seqs": 2})
+    request = AdmitRequest(RequestFacts("smol", len(TOKEN_IDS), 16), TOKEN_IDS)
+    async with mesh(redis_url), running_scheduler(config) as survivor, AsyncExitStack() as stack:
+        dying = await stack.enter_async_context(running_scheduler(config))
+        await until(lambda: _knows_workers(dying))
+        for _ in range(2):
+            await stack.enter_async_context(dying.hold(request, timeout_s=5))
+
+        # The decode worker is full by the other's charges.
+        async def is_full() -> bool:
+            try:
+                async with asyncio.timeout(0.1), survivor.hold(request, timeout_s=5):
+                    return False
+            except TimeoutError:
+                return True
+
+        await until(is_full)
+        await stack.aclose()
+
+        async with asyncio.timeout(5), survivor.hold(request, timeout_s=5):
+            pass
+
+
+async def _knows_workers(scheduler: Scheduler) -> bool:
+    return len(scheduler.workers) == 4
