@@ -2,7 +2,7 @@
 
 import typer
 
-from mesh.cli import down, model, status, up
+from mesh.cli import down, model, rules, status, up
 
 app = typer.Typer(
     name="pdmesh",
@@ -13,6 +13,7 @@ app = typer.Typer(
 app.command("up")(up.up)
 app.command("down")(down.down)
 app.command("status")(status.status)
+app.command("rules", context_settings=rules.PASS_ALL)(rules.rules)
 app.add_typer(model.app, name="model")
 
 if __name__ == "__main__":

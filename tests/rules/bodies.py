@@ -134,14 +134,18 @@ def _members(draw: st.DrawFn) -> list[tuple[str, str]]:
     members = [(name, draw(_KNOWN[name])) for name in names]
     others = draw(st.lists(st.tuples(KEYS, VALUES), max_size=2, unique_by=lambda one: one[0]))
     members += [(key, value) for key, value in others if key not in names]
-    if draw(st.integers(0, 19)) == 0 and "pad" not in dict(members):
-        # Around the size at which the tests' nginx spills bodies to a file.
-        pad = draw(st.integers(16_200, 16_500))
-        members.append(("pad", json.dumps("é" * (pad // 2))))
     return draw(st.permutations(members))
 
 
 BODIES = st.tuples(SPACE, objects(_members()), SPACE).map(lambda parts: "".join(parts).encode())
+
+
+@st.composite
+def long_bodies(draw: st.DrawFn, num_bytes: int) -> bytes:
+    """A body whose length is about `num_bytes`, often just that."""
+    body = draw(BODIES)
+    off_by = draw(st.sampled_from([-1, 0, 1, 100]))
+    return body + b" " * max(0, num_bytes + off_by - len(body))
 
 
 @st.composite

@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 
 from gateway.rules.loader import load
 from gateway.rules.model import RuleSet
-from tests.rules.bodies import BODIES, broken_bodies
+from tests.rules.bodies import BODIES, broken_bodies, long_bodies
 from tests.rules.nginx import Nginx, run_nginx
 from tests.rules.python_edge import KEYS, run_python_edge
 from tests.rules.wire import Answer, Background, Client, Header, Received, upstream
 
 RULE_FILES = sorted((Path(__file__).parent / "rulesets").glob("*.yaml"))
+# Longer bodies reach the Lua code in a file.
+_BUFFER_BYTES = 16 * 1024
 _REMADE = ("host", "content-length", "connection")
 
 HEADERS = st.lists(
@@ -127,7 +129,7 @@ def _key_map(variable: str, position: int) -> dict[str, str]:
 KNOWN_KEYS = {
     **_key_map("$pdmesh_key", 0),
     **_key_map("$pdmesh_key_group", 1),
-    "client_body_buffer_size 128k;": "client_body_buffer_size 16k;",
+    "client_body_buffer_size 128k;": f"client_body_buffer_size {_BUFFER_BYTES};",
 }
 
 
@@ -155,7 +157,7 @@ def _told(answer: Answer, sent: list[Header]) -> tuple[object, ...]:
     suppress_health_check=list(HealthCheck),
 )
 @given(
-    body=st.one_of(BODIES, BODIES, BODIES, broken_bodies()),
+    body=st.one_of(*[BODIES] * 6, long_bodies(_BUFFER_BYTES), broken_bodies(), broken_bodies()),
     headers=HEADERS,
     content_type=CONTENT_TYPES,
     path=ROUTES,
