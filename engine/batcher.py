@@ -140,6 +140,7 @@ class Batcher:
         self._pool.release(request.block_ids)
         request.num_lost_tokens = max(request.num_lost_tokens, request.num_computed_tokens)
         request.num_computed_tokens = 0
+        request.num_preemptions += 1
         request.enter(RequestStatus.PREEMPTED, self._clock())
         self.add(request)
         self.num_preemptions += 1

@@ -155,6 +155,8 @@ class Request:
     # Tokens whose KV a preemption threw away, until they are computed again.
     num_lost_tokens: int = field(default=0, init=False)
     num_sampled_tokens: int = field(default=0, init=False)
+    # How often its blocks were taken away.
+    num_preemptions: int = field(default=0, init=False)
     awaits_remote_kv: bool = field(default=False, init=False)
     has_remote_kv: bool = field(default=False, init=False)
     _stage_s: dict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
