@@ -4,7 +4,7 @@ import uvloop
 
 from decode_svc.config import DecodeConfig
 from decode_svc.service import decode_service
-from mesh import telemetry
+from mesh import metrics, telemetry
 from mesh.config import load
 from worker.host import run_worker
 
@@ -17,6 +17,7 @@ def main() -> None:
         otlp_endpoint=config.otlp_endpoint,
         worker_id=config.worker_id,
     )
+    metrics.listen(config.metrics_listen, vllm_names=config.vllm_metrics)
     uvloop.run(run_worker(config, "decode", decode_service(config)))
 
 

@@ -105,6 +105,20 @@ class Batcher:
             self._admit(budget, batch)
         return batch
 
+    def keys_not_cached(self, request: Request) -> list[bytes]:
+        """Keys of the full blocks that a request which was just let in would have to compute."""
+        block_size = self._pool.block_size
+        first = request.num_computed_tokens // block_size
+        return request.block_keys[first : (request.num_tokens - 1) // block_size]
+
+    def count_tier_hit(self, request: Request, num_tokens: int) -> None:
+        """Colder tiers had KV of the prompt that the prefix cache did not have."""
+        num_cached_tokens = min(
+            (request.num_cached_tokens or 0) + num_tokens, request.num_prompt_tokens - 1
+        )
+        self.num_prefix_cache_hits += num_cached_tokens - (request.num_cached_tokens or 0)
+        request.num_cached_tokens = num_cached_tokens
+
     def start_running(self, request: Request) -> None:
         """Let a request compute from the next step on: its blocks and its seat are there."""
         self.running.append(request)
@@ -161,6 +175,9 @@ class Batcher:
             if not (budget or request.awaits_remote_kv) or not self._take_blocks(request):
                 return
             self.waiting.pop(0)
+            if request.awaits_remote_kv and request.tiered_kv:
+                # What the prefix cache has needs no colder tier.
+                request.awaits_remote_kv = bool(self.keys_not_cached(request))
             if request.awaits_remote_kv:
                 self.waiting_for_remote.append(request)
                 request.enter(RequestStatus.WAITING_FOR_REMOTE_KVS, self._clock())

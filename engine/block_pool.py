@@ -1,9 +1,12 @@
 """The KV cache's fixed blocks: who owns them, what the free ones still contain."""
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+_NUM_GENERATIONS = 1 << 32
 
 
 class BlockHasher(Protocol):
@@ -20,6 +23,9 @@ class BlockEvents:
 
     stored: list[bytes] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
+    # Where each stored key's content is, and the block's generation while it is there.
+    block_ids: list[int] = field(default_factory=list, compare=False)
+    generations: list[int] = field(default_factory=list, compare=False)
 
 
 class BlockPool:
@@ -29,6 +35,9 @@ class BlockPool:
     sequences then share it. When its last owner leaves, a registered block keeps its content
     until it is the least recently used free block and the memory is needed. Two blocks may
     come to hold the same content: the first one registered is the one that is found.
+
+    A block's generation changes whenever it is handed out for new content, before that is
+    written: who reads a block without owning it compares before and after.
     """
 
     def __init__(
@@ -38,11 +47,15 @@ class BlockPool:
         hasher: BlockHasher,
         *,
         enable_prefix_caching: bool = True,
+        generations: "array[int] | memoryview[int] | None" = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._hasher = hasher
         self._enable_prefix_caching = enable_prefix_caching
+        self._generations = (
+            array("I", bytes(4 * num_blocks)) if generations is None else generations
+        )
         self._num_owners = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -138,10 +151,17 @@ class BlockPool:
     def drain_events(self) -> BlockEvents:
         """What changed since the last call."""
         changes, self._changes = self._changes, {}
+        stored = [key for key, is_stored in changes.items() if is_stored]
+        block_ids = [self._block_of[key] for key in stored]
         return BlockEvents(
-            stored=[key for key, is_stored in changes.items() if is_stored],
+            stored=stored,
             removed=[key for key, is_stored in changes.items() if not is_stored],
+            block_ids=block_ids,
+            generations=self.generations_of(block_ids),
         )
+
+    def generations_of(self, block_ids: Sequence[int]) -> list[int]:
+        return [self._generations[block_id] for block_id in block_ids]
 
     def _take(self) -> int:
         if self._free_blank:
@@ -150,6 +170,7 @@ class BlockPool:
             block_id, _ = self._free_cached.popitem(last=False)
             self._unregister(block_id)
         self._num_owners[block_id] = 1
+        self._generations[block_id] = (self._generations[block_id] + 1) % _NUM_GENERATIONS
         return block_id
 
     def _unregister(self, block_id: int) -> None:

@@ -75,6 +75,8 @@ class Engine:
         self.block_size = pool.block_size
         self.num_blocks = pool.num_blocks
         self.block_bytes = runner.block_bytes
+        # Where in the segment's file the blocks' generations are; None: there is no file.
+        self.generations_offset: int | None = None
         self.max_num_batched_tokens = batcher.max_num_batched_tokens
         self.max_num_requests = batcher.max_num_seqs + max_num_waiting
         self._clock = clock
@@ -104,6 +106,11 @@ class Engine:
             self._announce_blocks()
         self.is_stalled = batch.is_empty or not self._batcher.has_work
         return events
+
+    @property
+    def runner(self) -> Runner:
+        """What computes. Only while no request has come may others use its blocks."""
+        return self._runner
 
     def check(self, request: Request) -> None:
         """Raise an EngineError if the request could never be served; safe on any thread."""
@@ -155,17 +162,35 @@ class Engine:
         """Give back the blocks of a finished `hold_blocks` request; False if there are none."""
         return self._release_from(self._held, request_id)
 
-    def remote_kv_done(self, request_id: str) -> bool:
-        """The wanted blocks are written. False if nobody waits for them any more."""
+    def remote_kv_done(self, request_id: str, output_token_ids: Sequence[int] = ()) -> bool:
+        """The wanted blocks are written. False if nobody waits for them any more.
+
+        `output_token_ids` are those that a `remote_token` request did not know yet.
+        """
         request = self._end_remote_wait(request_id)
         if request is None:
             return False
+        request.output_token_ids += output_token_ids
         request.has_remote_kv = True
         self._advance(request, request.num_uncomputed_tokens - 1)
         self._batcher.start_running(request)
         return True
 
-    def remote_kv_failed(self, request_id: str) -> bool:
+    def tiered_kv_done(self, request_id: str, num_blocks: int) -> bool:
+        """The first `num_blocks` of the wanted blocks are written, the others will not be.
+
+        False if nobody waits for them any more.
+        """
+        request = self._end_remote_wait(request_id)
+        if request is None:
+            return False
+        num_tokens = num_blocks * self._pool.block_size
+        self._batcher.count_tier_hit(request, num_tokens)
+        self._advance(request, num_tokens)
+        self._batcher.start_running(request)
+        return True
+
+    def remote_kv_failed(self, request_id: str, output_token_ids: Sequence[int] = ()) -> bool:
         """The wanted blocks will not come, and nothing writes to them any more.
 
         The request computes its tokens here. False if nobody waits for it any more.
@@ -173,6 +198,7 @@ class Engine:
         request = self._end_remote_wait(request_id)
         if request is None:
             return False
+        request.output_token_ids += output_token_ids
         self._pool.release(request.block_ids)
         request.num_computed_tokens = 0
         request.enter(RequestStatus.WAITING, self._clock())
@@ -191,7 +217,7 @@ class Engine:
             num_waiting_tokens=sum(
                 max(0, request.num_prompt_tokens - request.num_computed_tokens)
                 for request in (*batcher.waiting, *batcher.running)
-                if not request.awaits_remote_kv
+                if request.tiered_kv or not request.awaits_remote_kv
             ),
             num_prefix_cache_queries=batcher.num_prefix_cache_queries,
             num_prefix_cache_hits=batcher.num_prefix_cache_hits,
@@ -214,9 +240,13 @@ class Engine:
         events: list[EngineEvent] = []
         for request in batch.remote_kv_wanted:
             first = request.num_computed_tokens // self._pool.block_size
-            end = self._pool.num_blocks_for(request.num_tokens - 1)
+            end = self._pool.num_blocks_for(request.num_remote_tokens)
+            keys: list[bytes] = []
+            if request.tiered_kv:
+                keys = self._batcher.keys_not_cached(request)
+                end = first + len(keys)
             block_ids = tuple(request.block_ids[first:end])
-            events.append(RemoteKvWanted(request.request_id, first, block_ids))
+            events.append(RemoteKvWanted(request.request_id, first, block_ids, tuple(keys)))
         return events
 
     def _commit(self, batch: Batch, tokens: Sequence[SampledToken | None]) -> list[EngineEvent]:
@@ -232,7 +262,7 @@ class Engine:
                 continue
             self._advance(item.request, item.num_tokens)
             events.append(
-                _progress(item.request)
+                self._progress(item.request)
                 if token is None
                 else self._commit_token(item.request, token, now)
             )
@@ -262,6 +292,7 @@ class Engine:
         if reason is None:
             self._held[request.request_id] = _take(request.block_ids)
             held_block_ids = tuple(self._held[request.request_id])
+        generations = tuple(self._pool.generations_of(held_block_ids))
         self._retire(request)
         return TokenOutput(
             request.request_id,
@@ -272,8 +303,15 @@ class Engine:
             timings=request.timings(now),
             num_cached_tokens=request.num_cached_tokens or 0,
             held_block_ids=held_block_ids,
+            held_block_generations=generations,
             num_held_tokens=request.num_computed_tokens if held_block_ids else 0,
         )
+
+    def _progress(self, request: Request) -> PrefillProgress:
+        num_computed_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        block_ids = tuple(request.block_ids) if request.hold_blocks else ()
+        generations = tuple(self._pool.generations_of(block_ids))
+        return PrefillProgress(request.request_id, num_computed_tokens, block_ids, generations)
 
     def _fail(self, request: Request) -> RequestFailed:
         # A row gone wrong may come from what the cache holds: nobody shall find it again.
@@ -308,11 +346,6 @@ class Engine:
         return True
 
 
-def _progress(request: Request) -> PrefillProgress:
-    num_computed_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-    return PrefillProgress(request.request_id, num_computed_tokens)
-
-
 def _take(block_ids: list[int]) -> list[int]:
     """Move blocks to a new owner."""
     taken = block_ids.copy()
@@ -338,11 +371,13 @@ def build_engine(
     loaded = load_model(config, model_config, max_model_len)
     layout = loaded.layout
     num_blocks = config.num_blocks or config.kv_cache_memory_bytes // layout.block_bytes
+    kv_cache = KvCache(layout, num_blocks, config.segment_path, config.device)
     pool = BlockPool(
         num_blocks,
         config.block_size,
         hasher_factory(layout.fields()),
         enable_prefix_caching=config.enable_prefix_caching,
+        generations=kv_cache.generations,
     )
     batcher = Batcher(
         pool,
@@ -350,10 +385,9 @@ def build_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
     )
-    kv_cache = KvCache(layout, num_blocks, config.segment_path, config.device)
     runner = ModelRunner(loaded.model, kv_cache)
     runner.warm_up(config.max_num_batched_tokens)
-    return Engine(
+    engine = Engine(
         runner,
         Sampler(model_config.eos_token_ids, loaded.draw),
         batcher,
@@ -362,3 +396,6 @@ def build_engine(
         max_model_len=max_model_len,
         max_num_waiting=config.max_num_waiting,
     )
+    if config.segment_path is not None:
+        engine.generations_offset = layout.generations_offset(num_blocks)
+    return engine

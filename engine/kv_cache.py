@@ -6,6 +6,7 @@ import fcntl
 import math
 import mmap
 import os
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,10 @@ class KvCacheLayout:
         row_bytes = self.head_dim * _ELEMENT_BYTES[self.dtype] + _SCALE_BYTES[self.dtype]
         return num_rows * row_bytes
 
+    def generations_offset(self, num_blocks: int) -> int:
+        """Where in a segment's file the generations are: on the first page after the blocks."""
+        return -(-num_blocks * self.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
     def fields(self) -> dict[str, str | int]:
         """What two engines must agree on to exchange blocks."""
         return {
@@ -68,7 +73,8 @@ class KvCache:
     """The blocks' memory, a row of `block_bytes` each.
 
     With a path, that is a file (in /dev/shm) that a transfer agent can map; this
-    object owns the file and holds its lock for as long as it lives.
+    object owns the file and holds its lock for as long as it lives. Behind the blocks the
+    file has their `generations`, by which the agent sees that one got new content.
     """
 
     def __init__(
@@ -86,16 +92,18 @@ class KvCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self.path = path
+        self.generations: array[int] | memoryview[int] = array("I")
         self._release: Callable[[], None] = lambda: None
         # uint8[num_blocks, block_bytes]; of a cache on another device, without rows.
         self.memory: npt.NDArray[np.uint8] = np.empty((0, layout.block_bytes), dtype=np.uint8)
         self._tensor: Tensor | None = None
-        num_bytes = num_blocks * layout.block_bytes
         if is_on_host:
-            memory = np.frombuffer(self._map(num_bytes), dtype=np.uint8)
+            memory = np.frombuffer(self._map(num_blocks * layout.block_bytes), dtype=np.uint8)
             self.memory = memory.reshape(num_blocks, layout.block_bytes)
         else:
             self._tensor = _zeros(layout, num_blocks, device)
+        if not self.generations:
+            self.generations = array("I", bytes(4 * num_blocks))
 
     @property
     def tensor(self) -> Tensor:
@@ -126,8 +134,14 @@ class KvCache:
         if self.path is None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
             return mmap.mmap(-1, num_bytes, flags=flags)
-        descriptor = _create_segment(self.path, num_bytes)
+        offset = self.layout.generations_offset(self.num_blocks)
+        generations_bytes = self.num_blocks * array("I").itemsize
+        descriptor = _create_segment(self.path, offset + generations_bytes)
         self._release = lambda: _remove_segment(descriptor, self.path)
+        # A mapping of its own: whoever keeps the generations does not keep the blocks.
+        self.generations = memoryview(mmap.mmap(descriptor, generations_bytes, offset=offset)).cast(
+            "I"
+        )
         return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 

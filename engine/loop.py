@@ -5,7 +5,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
 from engine.block_pool import BlockEvents
@@ -117,13 +117,17 @@ class EngineLoop:
         """Give back the blocks of a finished `hold_blocks` request; harmless if it has none."""
         self._submit(partial(self._engine.release_hold, request_id))
 
-    def remote_kv_done(self, request_id: str) -> None:
+    def remote_kv_done(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None:
         """Answer RemoteKvWanted: the blocks are written."""
-        self._submit(partial(self._engine.remote_kv_done, request_id))
+        self._submit(partial(self._engine.remote_kv_done, request_id, output_token_ids))
 
-    def remote_kv_failed(self, request_id: str) -> None:
+    def tiered_kv_done(self, request_id: str, num_blocks: int) -> None:
+        """Answer RemoteKvWanted of a `tiered_kv` request: so many blocks are written."""
+        self._submit(partial(self._engine.tiered_kv_done, request_id, num_blocks))
+
+    def remote_kv_failed(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None:
         """Answer RemoteKvWanted: the blocks will not come, and nothing writes to them."""
-        self._submit(partial(self._engine.remote_kv_failed, request_id))
+        self._submit(partial(self._engine.remote_kv_failed, request_id, output_token_ids))
 
     def load(self) -> EngineStats:
         """What the engine was doing after its last step."""

@@ -54,7 +54,10 @@ class ModelRunner:
         return self._kv_cache.layout.block_bytes
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> npt.NDArray[np.float32]:
-        slices = [self._slice(item) for item in scheduled]
+        return self.forward([self._slice(item) for item in scheduled])
+
+    def forward(self, slices: Sequence[SequenceSlice]) -> npt.NDArray[np.float32]:
+        """Compute any slices, whoever owns their blocks; logits of the rows that they ask for."""
         batch = build_batch(slices, self._kv_cache.layout.block_size)
         return self._model.forward(batch, self._kv_cache)
 
@@ -65,8 +68,7 @@ class ModelRunner:
         block_size = self._kv_cache.layout.block_size
         num_tokens = min(num_tokens, self._kv_cache.num_blocks * block_size)
         block_ids = range(-(-num_tokens // block_size))
-        prompt = SequenceSlice([0] * num_tokens, 0, block_ids)
-        self._model.forward(build_batch([prompt], block_size), self._kv_cache)
+        self.forward([SequenceSlice([0] * num_tokens, 0, block_ids)])
 
     def close(self) -> None:
         self._model.close()

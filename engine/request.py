@@ -77,6 +77,10 @@ class PrefillProgress:
 
     request_id: str
     num_computed_tokens: int
+    # With `hold_blocks`: where the whole sequence's KV comes to lie, so that others may
+    # begin to read what is computed.
+    block_ids: tuple[int, ...] = ()
+    block_generations: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,16 @@ class RemoteKvWanted:
     """The request's KV may now be written to `block_ids`, the sequence's blocks from
     `first_block_index` on; they may be none.
 
-    Comes once for each `remote_kv` request. The blocks stay reserved, even if the request is
-    aborted, until `remote_kv_done` or `remote_kv_failed` answers.
+    Comes once for each `remote_kv` request, and for a `tiered_kv` request that the prefix cache
+    does not serve. The blocks stay reserved, even if the request is aborted, until
+    `remote_kv_done` or `remote_kv_failed` answers.
     """
 
     request_id: str
     first_block_index: int
     block_ids: tuple[int, ...]
+    # With `tiered_kv`: the content keys of these blocks, which are full ones.
+    keys: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ class TokenOutput:
     num_cached_tokens: int = 0
     # With `hold_blocks`, unless the sequence is over: what `release_hold` gives back.
     held_block_ids: tuple[int, ...] = ()
+    held_block_generations: tuple[int, ...] = ()
     num_held_tokens: int = 0
 
     @property
@@ -140,8 +148,12 @@ class Request:
     cache_salt: str = ""
     # End after one token and keep the blocks for another worker until `release_hold`.
     hold_blocks: bool = False
-    # Another worker has computed all tokens but the last; ask for their KV.
+    # Another worker computes all tokens but the last; ask for their KV.
     remote_kv: bool = False
+    # It computes all that are known, and the next one comes with `remote_kv_done`.
+    remote_token: bool = False
+    # Colder tiers may have KV of the prompt; ask before computing it.
+    tiered_kv: bool = False
 
     # The engine's own bookkeeping.
     arrival: int = field(default=0, init=False)
@@ -163,7 +175,7 @@ class Request:
     _entered_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self.awaits_remote_kv = self.remote_kv
+        self.awaits_remote_kv = self.remote_kv or self.tiered_kv
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -172,6 +184,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_remote_tokens(self) -> int:
+        """Tokens whose KV another worker has or will have."""
+        return self.num_tokens if self.remote_token else self.num_tokens - 1
 
     @property
     def token_ids(self) -> list[int]:

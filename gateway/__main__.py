@@ -4,7 +4,7 @@ import uvloop
 
 from gateway.app import run
 from gateway.config import GatewayConfig
-from mesh import config, telemetry
+from mesh import config, metrics, telemetry
 
 
 def main() -> None:
@@ -15,6 +15,7 @@ def main() -> None:
         otlp_endpoint=settings.otlp_endpoint,
         worker_id=settings.worker_id,
     )
+    metrics.listen(settings.metrics_listen, vllm_names=settings.vllm_metrics)
     uvloop.run(run(settings))
 
 

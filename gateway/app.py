@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Iterator
 
 import uvicorn
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 # Of the time to drain, kept for telling those who are still waiting.
 _FAREWELL_S = 1.0
-_STARTED_POLL_S = 0.01
+_BACKLOG = 2048
 
 
 def build_app(core: Core) -> Starlette:
@@ -72,23 +73,21 @@ class RestServer:
         )
         self._serving: asyncio.Task[None] | None = None
 
-    @property
-    def address(self) -> str:
-        """The bound "host:port"."""
-        [listener, *_] = self._server.servers[0].sockets
-        host, port = listener.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
     async def start(self) -> str:
         """Listen; returns the bound "host:port"."""
-        self._serving = asyncio.create_task(self._server.serve(), name="rest")
-        while not self._server.started:
-            if self._serving.done():
-                # uvicorn has logged why.
-                raise OSError(f"cannot listen on {self._core.config.host}")
-            await asyncio.sleep(_STARTED_POLL_S)
-        logger.info("serving REST", extra={"address": self.address})
-        return self.address
+        host, port = self._core.config.host, self._core.config.port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise SystemExit(f"cannot listen on {host} port {port}: {error.strerror}") from error
+        bound_host, bound_port = listener.getsockname()[:2]
+        address = (
+            f"[{bound_host}]:{bound_port}" if ":" in bound_host else f"{bound_host}:{bound_port}"
+        )
+        self._serving = asyncio.create_task(self._server.serve([listener]), name="rest")
+        logger.info("serving REST", extra={"address": address})
+        return address
 
     async def drain(self) -> None:
         """Refuse new connections, let running requests finish, then end the rest with an error."""

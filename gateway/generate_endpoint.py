@@ -12,6 +12,7 @@ from gateway.choices import Choices
 from gateway.core import Core
 from gateway.errors import to_answer
 from gateway.generation import Deadline, Job
+from gateway.middleware import CLIENT_REQUEST_ID
 from gateway.openai.api import Api, ApiRequest
 from gateway.record import RequestRecord
 from mesh.errors import MeshError
@@ -32,7 +33,11 @@ class GenerateEndpoint:
         headers = Headers(scope=scope)
         # Each HTTP request is handled in a task of its own, which keeps this context.
         enter_trace(headers.items())
-        record = RequestRecord(request_id_var.get(), self._api.operation)
+        record = RequestRecord(
+            request_id_var.get(),
+            self._api.operation,
+            client_request_id=scope.get(CLIENT_REQUEST_ID, ""),
+        )
         with self._core.in_flight.request(), span("gateway.request", kind=SpanKind.SERVER) as root:
             outcome: BaseException | None = None
             try:

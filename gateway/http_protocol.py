@@ -1,6 +1,7 @@
 """HTTP/1.1 connections: uvicorn's, with bounds on heads and on unread answers."""
 
 import asyncio
+import re
 import uuid
 from http import HTTPStatus
 from typing import Any
@@ -9,6 +10,8 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.errors import HEADERS_TOO_LARGE, INVALID_HTTP, envelope
+
+_UPGRADE = re.compile(rb"\r\nupgrade(?=[ \t]*:)", re.IGNORECASE)
 
 # How long a refused client may go on sending.
 _LINGER_S = 1.0
@@ -29,12 +32,17 @@ class _Protocol(HttpToolsProtocol):
     _client_timeout_s: float
     _num_header_bytes = 0
     _is_in_head = True
+    _expects_head = True
     _is_refused = False
     _cutting: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        if self._expects_head:
+            # The parser stops at an offer to upgrade and loses the body behind it
+            # (Java's client offers h2c). We accept none, so it never sees one.
+            data = _UPGRADE.sub(b"\r\nx-upgrade", data, count=1)
         super().data_received(data)
         if not self._is_in_head:
             self._num_header_bytes = 0
@@ -52,8 +60,12 @@ class _Protocol(HttpToolsProtocol):
         self._is_in_head = True
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
+        self._is_in_head = self._expects_head = False
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._expects_head = True
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(INVALID_HTTP, msg)

@@ -1,6 +1,5 @@
 """InferenceService: the pipeline for internal callers."""
 
-import logging
 import uuid
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -26,7 +25,7 @@ from mesh.errors import InvalidRequest
 from mesh.telemetry import SpanKind, request_id_var, start_span, use_span
 from mesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
-logger = logging.getLogger(__name__)
+_MAX_ID_CHARS = 128
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -40,11 +39,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
-        if request.request_id:
-            # It appears in the log; the mesh needs ids that nobody else uses.
-            logger.debug("request received", extra={"client_request_id": request.request_id[:128]})
+        # The caller's id appears in the log; the mesh needs ids that nobody else uses.
         request_id_var.set(uuid.uuid4().hex)
-        record = RequestRecord(request_id_var.get(), _operation(request))
+        record = RequestRecord(
+            request_id_var.get(),
+            _operation(request),
+            client_request_id=request.request_id[:_MAX_ID_CHARS],
+        )
         record.is_stream = True
         root = start_span("gateway.request", kind=SpanKind.SERVER)
         outcome: BaseException | None = None

@@ -16,6 +16,9 @@ from mesh.telemetry import request_id_var
 
 logger = logging.getLogger(__name__)
 
+# Where the ASGI scope keeps the id that the client sent, if it sent a sane one.
+CLIENT_REQUEST_ID = "pdmesh.client_request_id"
+
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -47,7 +50,7 @@ class RequestIdMiddleware:
             await send(message)
 
         if answered_id != request_id:
-            logger.debug("request received", extra={"client_request_id": answered_id})
+            scope[CLIENT_REQUEST_ID] = answered_id
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:

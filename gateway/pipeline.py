@@ -10,16 +10,15 @@ from gateway.generation import (
     Delta,
     GenerationRequest,
     Job,
-    JobTrace,
     Prompt,
     TextPrompt,
     TokenPrompt,
 )
+from gateway.jobs import check_request, make_jobs
 from gateway.placement import Scheduler
-from gateway.sampling import check_sampling_params, check_stop, choice_seed
 from gateway.token_source import Attempts, Workers
 from gateway.tokenizer import Tokenizer
-from mesh.errors import ContextLengthExceeded, InvalidRequest, MeshError
+from mesh.errors import InvalidRequest, MeshError
 from mesh.telemetry import Stopwatch
 from mesh.v1 import tokenizer_pb2, types_pb2
 
@@ -52,31 +51,15 @@ class Pipeline:
         deadline: Deadline,
     ) -> list[list[Job]]:
         """Validate and encode: for each prompt one job a choice. Asks no worker."""
-        self._check(request, model)
+        check_request(request, model, self._max_choices)
         groups: list[list[Job]] = []
-        for prompt_index, prompt in enumerate(request.prompts):
+        for index, prompt in enumerate(request.prompts):
             stopwatch = Stopwatch()
             token_ids, bad_words = await self._encode(prompt, request, model, deadline)
-            tokenize_ms = stopwatch.elapsed_ms
-            max_tokens = _max_tokens(request, len(token_ids), model)
-            params = types_pb2.SamplingParams(max_tokens=max_tokens, bad_words=bad_words)
-            params.MergeFrom(request.sampling_params)
-            check_sampling_params(params, model)
-            groups.append(
-                [
-                    Job(
-                        request_id=f"{request_id}-{prompt_index * request.n + index}",
-                        model=model.name,
-                        prompt_token_ids=token_ids,
-                        sampling_params=_with_seed(params, index),
-                        end_token_ids=_end_token_ids(params, model),
-                        request=request,
-                        deadline=deadline,
-                        trace=JobTrace({types_pb2.STAGE_TOKENIZE: tokenize_ms}),
-                    )
-                    for index in range(request.n)
-                ]
-            )
+            jobs = make_jobs(request_id, request, model, deadline, index, token_ids, bad_words)
+            for job in jobs:
+                job.trace.add(types_pb2.STAGE_TOKENIZE, stopwatch.elapsed_ms)
+            groups.append(jobs)
         return groups
 
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
@@ -142,64 +125,9 @@ class Pipeline:
                 error.param = error.param or request.prompt_param
                 raise
             return encoded.token_ids, encoded.bad_words
-        if not all(token_id < model.vocab_size for token_id in prompt.token_ids):
-            raise InvalidRequest(
-                f"prompt holds a token id outside the vocabulary of {model.vocab_size}",
-                param=request.prompt_param,
-            )
         if not request.bad_words:
             return prompt.token_ids, ()
         # The prompt is encoded already; only the words are not.
         text = TextPrompt(request.bad_words[0])
         encoded = await self._tokenizer.encode(model.name, text, deadline, request.bad_words)
         return prompt.token_ids, encoded.bad_words
-
-    def _check(self, request: GenerationRequest, model: tokenizer_pb2.ModelInfo) -> None:
-        """What can be refused before anyone else is asked."""
-        check_sampling_params(request.sampling_params, model)
-        check_stop(request.stop)
-        num_choices = request.n * len(request.prompts)
-        if num_choices > self._max_choices:
-            raise InvalidRequest(
-                f"at most {self._max_choices} choices a request, not {num_choices}", param="n"
-            )
-        for prompt in request.prompts:
-            if isinstance(prompt, TokenPrompt):
-                _max_tokens(request, len(prompt.token_ids), model)
-
-
-def _max_tokens(
-    request: GenerationRequest, num_prompt_tokens: int, model: tokenizer_pb2.ModelInfo
-) -> int:
-    """How many tokens may follow the prompt; refused where the client wants more than fit."""
-    window = model.max_model_len
-    wanted = request.max_tokens or 0
-    if num_prompt_tokens + max(wanted, 1) > window:
-        asked = (
-            f"you asked for {num_prompt_tokens + wanted} tokens ({num_prompt_tokens} in the "
-            f"prompt, {wanted} for the completion)"
-            if wanted
-            else f"the prompt has {num_prompt_tokens} tokens"
-        )
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {window} tokens, however {asked}.",
-            param=request.prompt_param,
-        )
-    room = window - num_prompt_tokens
-    return wanted or min(request.default_max_tokens or room, room)
-
-
-def _with_seed(params: types_pb2.SamplingParams, index: int) -> types_pb2.SamplingParams:
-    seeded = types_pb2.SamplingParams()
-    seeded.CopyFrom(params)
-    seeded.seed = choice_seed(params.seed if params.HasField("seed") else None, index)
-    return seeded
-
-
-def _end_token_ids(
-    params: types_pb2.SamplingParams, model: tokenizer_pb2.ModelInfo
-) -> frozenset[int]:
-    ends = set(params.stop_token_ids)
-    if not params.ignore_eos:
-        ends.update(model.eos_token_ids)
-    return frozenset(ends)

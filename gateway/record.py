@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from opentelemetry.trace import StatusCode
 from starlette.requests import ClientDisconnect
 
 from gateway.errors import CLIENT_CLOSED_REQUEST, OK, to_answer
@@ -33,8 +34,9 @@ class TokenCounts:
 class RequestRecord:
     """One request from its first byte to its last; finished exactly once."""
 
-    def __init__(self, request_id: str, operation: str) -> None:
+    def __init__(self, request_id: str, operation: str, *, client_request_id: str = "") -> None:
         self.request_id = request_id
+        self._client_request_id = client_request_id
         self.operation = operation
         # The name a client sent may be anything: it is noted once it is one of ours.
         self.model = ""
@@ -105,6 +107,7 @@ class RequestRecord:
         counts, jobs = self.counts(), self._jobs()
         line: dict[str, object] = {
             "request_id": self.request_id,
+            "client_request_id": self._client_request_id,
             "operation": self.operation,
             "model": self.model,
             "stream": self.is_stream,
@@ -180,6 +183,8 @@ class RequestRecord:
             span.set_attribute("gen_ai.latency.time_to_first_token", ttft_s)
         if reason is not None:
             span.set_attribute("error.type", reason)
+        if status >= _REJECTED_BELOW:
+            span.set_status(StatusCode.ERROR)
 
     def _ttft_s(self) -> float | None:
         return None if self._first_token_at is None else self._first_token_at - self._started_at

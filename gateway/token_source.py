@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from gateway.generation import Chunk, Finish, Job
+from mesh import metrics
 from mesh.client import Channels, mesh_errors
 from mesh.errors import (
     InternalError,
@@ -226,6 +227,7 @@ class Attempts:
             self.excluded_worker_ids.clear()
         else:
             raise error
+        metrics.RESUMPTIONS.add(1, {"error.type": error.reason})
         logger.warning(
             "request goes on elsewhere",
             extra={

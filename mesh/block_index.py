@@ -1,77 +1,79 @@
-"""Blocks in Redis: which worker holds which block."""
+"""Blocks in Redis: which worker holds which block, in which tier."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
-from urllib.parse import quote
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
+from mesh import block_scripts
+from mesh.block_keys import KEY_BYTES
+from mesh.block_scripts import IndexKeys
 from mesh.redis_client import MeshRedis
 
-DEFAULT_TTL_S = 120.0
+# How long a holder's blocks count after its last publication or renewal.
+DEFAULT_LEASE_S = 30.0
+# Entries end by themselves after this, however they were left behind; what is held longer must
+# be published again within it.
+DEFAULT_KEEP_S = 1800.0
+# Blocks that one holder may have in one tier of the index.
+DEFAULT_MAX_BLOCKS = 1_000_000
+# Events that are kept for schedulers that lag behind.
+DEFAULT_MAX_EVENTS = 4096
 # What one script call touches at most: Redis serves nobody else meanwhile.
-_BATCH = 512
+BATCH = 512
+
+Tier = Literal["device", "host", "disk"]
+# Warmest first.
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
 Item = TypeVar("Item")
 
-# Both directions change together. The reverse set is the holder's lease: entries end
-# with it unless the holder publishes them again in time.
-#
-# KEYS: reverse set, blocks to remove, blocks to store.
-# ARGV: holder, tier, TTL in ms, number of blocks to remove, hex keys in order of KEYS.
-_PUBLISH = """
-local holder, tier, ttl, num_removed = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-for i = 2, #KEYS do
-  local key = ARGV[i + 3]
-  if i - 1 <= num_removed then
-    redis.call('HDEL', KEYS[i], holder)
-    redis.call('SREM', KEYS[1], key)
-  else
-    redis.call('HSET', KEYS[i], holder, tier)
-    redis.call('PEXPIRE', KEYS[i], ttl)
-    redis.call('SADD', KEYS[1], key)
-  end
-end
-redis.call('PEXPIRE', KEYS[1], ttl)
-"""
 
-# Walks the chain while some holder has every block so far. A holder whose lease has
-# ended is forgotten on the way.
-#
-# KEYS: blocks in order. ARGV: prefix of reverse sets.
-# Returns holder, number of leading blocks, holder, ...
-_LONGEST_PREFIX = """
-local counts, alive, leading = {}, {}, nil
-for i, key in ipairs(KEYS) do
-  local still, any = {}, false
-  for _, holder in ipairs(redis.call('HKEYS', key)) do
-    if alive[holder] == nil then
-      alive[holder] = redis.call('EXISTS', ARGV[1] .. holder) == 1
-    end
-    if not alive[holder] then
-      redis.call('HDEL', key, holder)
-    elseif leading == nil or leading[holder] then
-      still[holder], counts[holder], any = true, i, true
-    end
-  end
-  if not any then
-    break
-  end
-  leading = still
-end
-local result = {}
-for holder, count in pairs(counts) do
-  result[#result + 1] = holder
-  result[#result + 1] = count
-end
-return result
-"""
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Leading blocks of a prompt that a worker can reach, each counted in its warmest tier."""
 
-# KEYS: reverse set. ARGV: holder, prefix of blocks, batch size. Returns how many are left.
-_DROP = """
-for _, key in ipairs(redis.call('SPOP', KEYS[1], ARGV[3])) do
-  redis.call('HDEL', ARGV[2] .. key, ARGV[1])
-end
-return redis.call('SCARD', KEYS[1])
-"""
+    device_blocks: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.device_blocks + self.host_blocks + self.disk_blocks
+
+    def bounded(self, num_blocks: int) -> "PrefixHit":
+        """The part within the first `num_blocks`; the warmest tiers hold the first blocks."""
+        if self.num_blocks <= num_blocks:
+            return self
+        device = min(self.device_blocks, num_blocks)
+        host = min(self.host_blocks, num_blocks - device)
+        return PrefixHit(device, host, min(self.disk_blocks, num_blocks - device - host))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """One publication, as those who follow the index see it."""
+
+    event_id: str
+    # `worker_id@incarnation#tier`; its events are numbered from 1 without gaps.
+    shelf: str
+    seq: int
+    # Changes when Redis has lost its data.
+    run_id: str
+    stored: Sequence[bytes]
+    removed: Sequence[bytes]
+    # The shelf is gone with all it held.
+    is_drop: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class IndexState:
+    """Where the index stands: what a follower compares its copy with."""
+
+    run_id: str
+    last_event_id: str
+    # The number of the last event of each live shelf.
+    seqs: Mapping[str, int]
 
 
 class BlockIndex:
@@ -81,11 +83,25 @@ class BlockIndex:
     block, so callers drop holders that are not registered, and workers check.
     """
 
-    def __init__(self, redis: MeshRedis, *, ttl_s: float = DEFAULT_TTL_S) -> None:
-        self._ttl_ms = int(ttl_s * 1000)
-        self._publish = redis.register_script(_PUBLISH)
-        self._longest_prefix = redis.register_script(_LONGEST_PREFIX)
-        self._drop = redis.register_script(_DROP)
+    def __init__(
+        self,
+        redis: MeshRedis,
+        *,
+        lease_s: float = DEFAULT_LEASE_S,
+        keep_s: float = DEFAULT_KEEP_S,
+        max_blocks: int = DEFAULT_MAX_BLOCKS,
+        max_events: int = DEFAULT_MAX_EVENTS,
+    ) -> None:
+        self._redis = redis
+        self._lease_ms = int(lease_s * 1000)
+        self._keep_ms = int(keep_s * 1000)
+        self._max_blocks = max_blocks
+        self._max_events = max_events
+        self._publish = redis.register_script(block_scripts.PUBLISH)
+        self._renew = redis.register_script(block_scripts.RENEW)
+        self._drop = redis.register_script(block_scripts.DROP)
+        self._longest_prefix = redis.register_script(block_scripts.LONGEST_PREFIX)
+        self._state = redis.register_script(block_scripts.STATE)
 
     async def publish(
         self,
@@ -94,70 +110,147 @@ class BlockIndex:
         incarnation: str,
         stored: Sequence[bytes],
         removed: Sequence[bytes],
-        tier: str = "device",
-    ) -> None:
-        """Record what a worker gained and lost.
+        tier: Tier = "device",
+    ) -> int:
+        """Record what a worker gained and lost; returns the number of its last event.
 
-        Atomic for up to 512 changes. A key in both lists counts as stored. What is held
-        for longer than the TTL must be published again within it.
+        Atomic, and one event, for up to 512 changes. A key in both lists counts as stored.
+        Numbers go up by one with each event: another one says that Redis has lost something
+        of this worker, which then publishes all it holds again. Beyond the bound of a worker
+        nothing is stored.
         """
-        gained = [key.hex() for key in stored]
-        kept = set(gained)
-        lost = [key.hex() for key in removed if key.hex() not in kept]
-        changes = [(key, True) for key in lost] + [(key, False) for key in gained]
-        for batch in _batches(changes):
-            num_removed = sum(is_removal for _, is_removal in batch)
-            keys = [key for key, _ in batch]
-            await self._publish(
-                keys=[
-                    _held(model, worker_id, incarnation),
-                    *(_blocks(model) + key for key in keys),
-                ],
-                args=[f"{worker_id}@{incarnation}", tier, self._ttl_ms, num_removed, *keys],
+        kept = set(stored)
+        changes = [(key, True) for key in removed if key not in kept]
+        changes += [(key, False) for key in stored]
+        seq = 0
+        for batch in batches(changes, BATCH):
+            lost = [key for key, is_removal in batch if is_removal]
+            gained = [key for key, is_removal in batch if not is_removal]
+            seq = await self._publish_batch(
+                IndexKeys(model), shelf_name(worker_id, incarnation, tier), gained, lost
             )
+        return seq
 
-    async def longest_prefix(self, model: str, keys: Sequence[bytes]) -> dict[str, int]:
-        """How many of the leading blocks each holder (`worker_id@incarnation`) has.
+    async def renew(
+        self, model: str, worker_id: str, incarnation: str, tier: Tier = "device"
+    ) -> int:
+        """Extend a worker's lease; returns the number of its last event, 0 if there is none.
+
+        Clears away a part of what those left behind whose lease has ended.
+        """
+        keys, shelf = IndexKeys(model), shelf_name(worker_id, incarnation, tier)
+        args: list[str | int] = [
+            shelf,
+            self._lease_ms,
+            self._keep_ms,
+            keys.tag,
+            BATCH,
+            self._max_events,
+        ]
+        return int(await self._renew(keys=[*keys.shared, keys.held(shelf)], args=args))
+
+    async def drop_worker(
+        self, model: str, worker_id: str, incarnation: str, tier: Tier | None = None
+    ) -> None:
+        """Forget everything that one process held, in one tier or in all, in bounded steps."""
+        keys = IndexKeys(model)
+        for one in TIERS if tier is None else (tier,):
+            shelf = shelf_name(worker_id, incarnation, one)
+            left = 1
+            while left:
+                args: list[str | int] = [shelf, keys.tag, BATCH, self._max_events]
+                left = int(await self._drop(keys=[*keys.shared, keys.held(shelf)], args=args))
+
+    async def longest_prefix(self, model: str, keys: Sequence[bytes]) -> dict[str, PrefixHit]:
+        """What each holder (`worker_id@incarnation`) has of the leading blocks.
 
         One round trip. Holders without the first block are not named.
         """
         if not keys:
             return {}
-        prefix = _blocks(model)
-        flat: list[Any] = await self._longest_prefix(
-            keys=[prefix + key.hex() for key in keys], args=[_held_prefix(model)]
+        names = IndexKeys(model)
+        found: list[Any] = await self._longest_prefix(
+            keys=[names.leases, *(names.block(key.hex()) for key in keys)]
         )
-        return {
-            holder.decode(): int(count) for holder, count in zip(flat[::2], flat[1::2], strict=True)
-        }
+        return {_text(holder): PrefixHit(*map(int, counts)) for holder, *counts in found}
 
-    async def drop_worker(self, model: str, worker_id: str, incarnation: str) -> None:
-        """Forget everything that one process held, in bounded steps."""
-        left = 1
-        while left:
-            left = await self._drop(
-                keys=[_held(model, worker_id, incarnation)],
-                args=[f"{worker_id}@{incarnation}", _blocks(model), _BATCH],
-            )
+    async def state(self, model: str) -> IndexState:
+        """All live shelves and the last event, in one round trip."""
+        keys = IndexKeys(model)
+        run_id, last_event_id, *flat = await self._state(keys=keys.shared)
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return IndexState(
+            _text(run_id), _text(last_event_id), {_text(shelf): int(seq) for shelf, seq in pairs}
+        )
+
+    async def events_after(self, model: str, event_id: str, limit: int = BATCH) -> list[BlockEvent]:
+        """The events that followed one, oldest first."""
+        events: Any = await self._redis.xrange(
+            IndexKeys(model).events, min=f"({event_id}", max="+", count=limit
+        )
+        return [_event(event_id, fields) for event_id, fields in events]
+
+    async def blocks_of(self, model: str, shelf: str, cursor: int) -> tuple[int, list[bytes]]:
+        """A page of what one shelf holds and the cursor of the next one, 0 after the last.
+
+        What is there from the first page to the last is on one of them.
+        """
+        held = IndexKeys(model).held(shelf)
+        following, page = await self._redis.sscan(held, cursor, count=4 * BATCH)
+        return int(following), [bytes.fromhex(_text(key)) for key in page]
+
+    async def _publish_batch(
+        self, keys: IndexKeys, shelf: str, stored: Sequence[bytes], removed: Sequence[bytes]
+    ) -> int:
+        changed = [key.hex() for key in (*removed, *stored)]
+        seq = await self._publish(
+            keys=[*keys.shared, keys.held(shelf), *map(keys.block, changed)],
+            args=[
+                shelf,
+                self._lease_ms,
+                self._keep_ms,
+                self._max_blocks,
+                self._max_events,
+                secrets.token_hex(8),
+                len(removed),
+                b"".join(removed),
+                b"".join(stored),
+                *changed,
+            ],
+        )
+        return int(seq)
 
 
-def _batches(values: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    for start in range(0, len(values), _BATCH):
-        yield values[start : start + _BATCH]
+def shelf_name(worker_id: str, incarnation: str, tier: Tier) -> str:
+    return f"{worker_id}@{incarnation}#{tier}"
 
 
-def _tag(model: str) -> str:
-    """A hash tag: all keys of a model lie in one slot of a Redis Cluster."""
-    return "mesh:{" + quote(model) + "}:"
+def split_shelf(shelf: str) -> tuple[str, str]:
+    """The holder (`worker_id@incarnation`) and the tier."""
+    holder, _, tier = shelf.rpartition("#")
+    return holder, tier
 
 
-def _blocks(model: str) -> str:
-    return _tag(model) + "block:"
+def batches(values: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
 
 
-def _held(model: str, worker_id: str, incarnation: str) -> str:
-    return f"{_held_prefix(model)}{worker_id}@{incarnation}"
+def _event(event_id: bytes, fields: Mapping[bytes, bytes]) -> BlockEvent:
+    return BlockEvent(
+        event_id=_text(event_id),
+        shelf=_text(fields[b"shelf"]),
+        seq=int(fields[b"seq"]),
+        run_id=_text(fields[b"run"]),
+        stored=_split_keys(fields.get(b"stored", b"")),
+        removed=_split_keys(fields.get(b"removed", b"")),
+        is_drop=b"drop" in fields,
+    )
 
 
-def _held_prefix(model: str) -> str:
-    return _tag(model) + "held:"
+def _split_keys(joined: bytes) -> list[bytes]:
+    return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -38,6 +38,7 @@ SHARED_NAMES = (
     "redis_url",
     "log_level",
     "otlp_endpoint",
+    "vllm_metrics",
     "drain_timeout_s",
     "tokenizer_addresses",
     "scheduler_addresses",
@@ -129,6 +130,12 @@ class ServiceConfig(BaseSettings):
         None,
         validation_alias=AliasChoices("PDMESH_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
         description="OpenTelemetry collector (gRPC) for traces; without it tracing is off",
+    )
+    metrics_listen: Address | None = Field(
+        None, description="where GET /metrics is answered; without it nowhere"
+    )
+    vllm_metrics: bool = Field(
+        False, description="report metrics under vLLM's names too (vllm:num_requests_running …)"
     )
     drain_timeout_s: float = Field(
         30.0, ge=0, description="how long running requests may take to finish on SIGTERM"

@@ -30,6 +30,7 @@ class ServiceRecord:
     # "starting", "running", "restarting" or "stopped".
     state: str
     restarts: int
+    metrics_address: str | None = None
 
 
 @dataclass(frozen=True)

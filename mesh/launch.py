@@ -58,9 +58,10 @@ def plan_launch(home: Home, options: LaunchOptions, environment: Mapping[str, st
     """Choose ports and write nothing; `environment` is what children inherit."""
     workers = [("prefill", i) for i in range(options.num_prefill)]
     workers += [("decode", i) for i in range(options.num_decode)]
-    redis_port, inference, tokenizer, scheduler, transfer, *worker_ports = find_free_ports(
-        5 + len(workers)
+    redis_port, inference, tokenizer, scheduler, transfer, *more_ports = find_free_ports(
+        9 + 2 * len(workers)
     )
+    worker_ports, metrics_ports = more_ports[: len(workers)], more_ports[len(workers) :]
     url = f"http://{options.host}:{options.port}"
     grpc_address = f"127.0.0.1:{inference}"
     addresses = {
@@ -76,13 +77,13 @@ def plan_launch(home: Home, options: LaunchOptions, environment: Mapping[str, st
     topology = _topology(home, options, redis_url, addresses, grpc_address)
 
     env = _child_environment(home, environment)
+    probes = {name: _grpc_probe(address) for name, address in addresses.items()}
+    addresses["gateway-0"] = f"{options.host}:{options.port}"
+    probes["gateway-0"] = _http_probe(url)
     specs = [
-        _python_service(name, address, env, _grpc_probe(address))
-        for name, address in addresses.items()
+        _python_service(name, addresses[name], f"127.0.0.1:{port}", env, probe)
+        for (name, probe), port in zip(probes.items(), metrics_ports, strict=True)
     ]
-    specs.append(
-        _python_service("gateway-0", f"{options.host}:{options.port}", env, _http_probe(url))
-    )
     if options.redis_url is None:
         specs.insert(0, _redis_service(home, redis_port, redis_url, environment))
     return Launch(tuple(specs), topology, url, grpc_address)
@@ -152,11 +153,15 @@ def _child_environment(home: Home, environment: Mapping[str, str]) -> dict[str, 
 
 
 def _python_service(
-    name: str, address: str, env: Mapping[str, str], probe: Callable[[], Awaitable[bool]]
+    name: str,
+    address: str,
+    metrics_address: str,
+    env: Mapping[str, str],
+    probe: Callable[[], Awaitable[bool]],
 ) -> ServiceSpec:
     role = name.rsplit("-", 1)[0]
     package = role if role == "gateway" else f"{role}_svc"
-    own = {"PDMESH_WORKER_ID": name}
+    own = {"PDMESH_WORKER_ID": name, "PDMESH_METRICS_LISTEN": metrics_address}
     if role != "gateway":
         own["PDMESH_LISTEN"] = address
     return ServiceSpec(
@@ -166,6 +171,7 @@ def _python_service(
         argv=(sys.executable, "-m", package),
         env={**env, **own},
         address=address,
+        metrics_address=metrics_address,
         probe=probe,
         stop_stage=_STOP_STAGES.get(role, 2),
     )

@@ -1,15 +1,17 @@
 """Every metric of the mesh, declared once, and their text form for /metrics."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from mesh import errors
+from mesh.vllm_names import VllmNames
 
 OTHER = "other"
 
@@ -32,6 +34,61 @@ def render() -> tuple[bytes, str]:
     return generate_latest(_registry), CONTENT_TYPE_LATEST
 
 
+def listen(address: str | None, *, vllm_names: bool = False) -> Callable[[], None]:
+    """Answer GET /metrics at "host:port" from a thread of its own; call the result to stop.
+
+    The thread answers although the event loop is stuck, which is when somebody asks.
+    Without an address nothing listens; with `vllm_names`, /metrics has vLLM's names too.
+    """
+    if vllm_names:
+        _names.register(_registry)
+    if address is None:
+        return lambda: None
+    host, _, port = address.rpartition(":")
+    server, thread = start_http_server(int(port), host.strip("[]"), registry=_registry)
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
+
+
+def forget_vllm_names() -> None:
+    """Undo `vllm_names`."""
+    _names.unregister()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the documentation says of an instrument."""
+
+    name: str
+    kind: str
+    unit: str
+    text: str
+    labels: tuple[str, ...]
+    # The service that reports it.
+    service: str
+
+
+_descriptions: list[Description] = []
+
+
+def describe() -> list[Description]:
+    """Every instrument, in the order of declaration."""
+    return list(_descriptions)
+
+
+_UNITS = {"s": "_seconds", "By": "_bytes"}
+
+
+def prometheus_name(described: Description) -> str:
+    """The family's name on /metrics; a counter's samples end in `_total` on top."""
+    return described.name.replace(".", "_") + _UNITS.get(described.unit, "")
+
+
 class Values:
     """The values that a label may take; every other one becomes "other".
 
@@ -51,6 +108,10 @@ class Values:
     def pick(self, value: str) -> str:
         return value if value in self._names else OTHER
 
+    def only(self) -> str | None:
+        """The value, where there is one."""
+        return next(iter(self._names)) if len(self._names) == 1 else None
+
 
 Labels = Mapping[str, Values]
 NO_LABELS: Labels = {}
@@ -59,9 +120,12 @@ NO_LABELS: Labels = {}
 class Counter:
     """Only goes up."""
 
-    def __init__(self, name: str, unit: str, description: str, labels: Labels = NO_LABELS) -> None:
+    def __init__(
+        self, name: str, unit: str, text: str, labels: Labels = NO_LABELS, *, service: str
+    ) -> None:
         self._labels = labels
-        self._counter = _meter.create_counter(name, unit, description)
+        self._counter = _meter.create_counter(name, unit, text)
+        _descriptions.append(Description(name, "counter", unit, text, tuple(labels), service))
 
     def add(self, amount: float, values: Mapping[str, str] | None = None) -> None:
         self._counter.add(amount, _bounded(self._labels, values))
@@ -74,26 +138,29 @@ class Histogram:
         self,
         name: str,
         unit: str,
-        description: str,
+        text: str,
         buckets: Iterable[float],
         labels: Labels = NO_LABELS,
+        *,
+        service: str,
     ) -> None:
         self._labels = labels
         self._histogram = _meter.create_histogram(
-            name, unit, description, explicit_bucket_boundaries_advisory=list(buckets)
+            name, unit, text, explicit_bucket_boundaries_advisory=list(buckets)
         )
+        _descriptions.append(Description(name, "histogram", unit, text, tuple(labels), service))
 
     def record(self, amount: float, values: Mapping[str, str] | None = None) -> None:
         self._histogram.record(amount, _bounded(self._labels, values))
 
 
-class Gauge:
-    """Read when /metrics is, from whoever watches it."""
+class _Watched:
+    """Reads its value, when /metrics is read, from whoever keeps it."""
 
-    def __init__(self, name: str, unit: str, description: str, labels: Labels = NO_LABELS) -> None:
+    def __init__(self, kind: str, name: str, unit: str, text: str, labels: Labels, service: str):
         self._labels = labels
         self._readers: dict[object, tuple[Callable[[], float], Mapping[str, str]]] = {}
-        _meter.create_observable_gauge(name, [self._observe], unit, description)
+        _descriptions.append(Description(name, kind, unit, text, tuple(labels), service))
 
     def watch(
         self, read: Callable[[], float], values: Mapping[str, str] | None = None
@@ -108,6 +175,26 @@ class Gauge:
             yield Observation(read(), values)
 
 
+class Gauge(_Watched):
+    """Goes up and down."""
+
+    def __init__(
+        self, name: str, unit: str, text: str, labels: Labels = NO_LABELS, *, service: str
+    ) -> None:
+        super().__init__("gauge", name, unit, text, labels, service)
+        _meter.create_observable_gauge(name, [self._observe], unit, text)
+
+
+class WatchedCounter(_Watched):
+    """Only goes up, and is counted elsewhere."""
+
+    def __init__(
+        self, name: str, unit: str, text: str, labels: Labels = NO_LABELS, *, service: str
+    ) -> None:
+        super().__init__("counter", name, unit, text, labels, service)
+        _meter.create_observable_counter(name, [self._observe], unit, text)
+
+
 def _bounded(labels: Labels, values: Mapping[str, str] | None) -> dict[str, str]:
     """Labels not given are left out; one that was not declared is a bug."""
     if not values:
@@ -120,6 +207,7 @@ MODELS = Values()
 OPERATIONS = Values("chat", "text_completion")
 OUTCOMES = Values("ok", "error", "rejected", "aborted")
 STAGES = Values(
+    "network",
     "rules",
     "tokenize",
     "queue",
@@ -133,15 +221,20 @@ STAGES = Values(
 )
 REASONS = Values(*errors.REASONS)
 
-_MODEL_LABELS = {"gen_ai.request.model": MODELS, "gen_ai.operation.name": OPERATIONS}
+_MODEL = {"gen_ai.request.model": MODELS}
+_MODEL_LABELS = {**_MODEL, "gen_ai.operation.name": OPERATIONS}
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]
+_PER_TOKEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5]
+_POWERS_OF_TWO = [2**n for n in range(18)]
 
+# The gateway.
 REQUEST_DURATION = Histogram(
     "gen_ai.server.request.duration",
     "s",
     "From the first byte of the request to the last of the answer",
     [0.01 * 2**n for n in range(14)],
     {**_MODEL_LABELS, "error.type": REASONS},
+    service="gateway",
 )
 TIME_TO_FIRST_TOKEN = Histogram(
     "gen_ai.server.time_to_first_token",
@@ -149,70 +242,231 @@ TIME_TO_FIRST_TOKEN = Histogram(
     "From the first byte of the request to the first token",
     [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10],
     _MODEL_LABELS,
+    service="gateway",
 )
 TIME_PER_OUTPUT_TOKEN = Histogram(
     "gen_ai.server.time_per_output_token",
     "s",
     "Mean time between tokens after the first, per request",
-    [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5],
+    _PER_TOKEN,
     _MODEL_LABELS,
+    service="gateway",
 )
 STAGE_DURATION = Histogram(
     "pdmesh.stage.duration",
     "s",
-    "Time that a request spent in one stage",
+    "Time that a request spent in one stage, on its critical path",
     _SECONDS,
     {"stage": STAGES},
+    service="gateway",
 )
 REQUESTS = Counter(
     "pdmesh.requests",
     "{request}",
     "Finished requests by outcome",
-    {"outcome": OUTCOMES, "error.type": REASONS, "gen_ai.request.model": MODELS},
+    {"outcome": OUTCOMES, "error.type": REASONS, **_MODEL},
+    service="gateway",
+)
+FINISHED_CHOICES = Counter(
+    "pdmesh.finished_choices",
+    "{choice}",
+    "Choices that ended normally, by finish reason",
+    {"reason": Values("stop", "length"), **_MODEL},
+    service="gateway",
 )
 TOKENS = Counter(
     "pdmesh.tokens",
     "{token}",
     "Tokens of finished requests",
-    {"type": Values("prompt", "completion", "cached"), "gen_ai.request.model": MODELS},
+    {"type": Values("prompt", "completion", "cached"), **_MODEL},
+    service="gateway",
+)
+PROMPT_LENGTH = Histogram(
+    "pdmesh.request.prompt_tokens",
+    "{token}",
+    "Prompt tokens of a request",
+    _POWERS_OF_TWO,
+    _MODEL,
+    service="gateway",
+)
+COMPLETION_LENGTH = Histogram(
+    "pdmesh.request.completion_tokens",
+    "{token}",
+    "Completion tokens of a request",
+    _POWERS_OF_TWO,
+    _MODEL,
+    service="gateway",
 )
 RESUMPTIONS = Counter(
     "pdmesh.resumptions",
     "{request}",
     "Streams that went on elsewhere after a failure",
     {"error.type": REASONS},
+    service="gateway",
+)
+NUM_STREAMS = Gauge(
+    "pdmesh.gateway.streams", "{request}", "Requests being answered", service="gateway"
+)
+
+# The scheduler.
+DISAGG_DECISIONS = Counter(
+    "pdmesh.disagg.decision",
+    "{request}",
+    "Placements by mode and reason",
+    {
+        "decision": Values("disaggregated", "local"),
+        "reason": Values(
+            "isl_bounding",
+            "prefill_remote",
+            "no_prefill_worker",
+            "forced",
+            "local_cheaper",
+            "remote_cheaper",
+            "explore",
+        ),
+    },
+    service="scheduler",
+)
+REJECTIONS = Counter(
+    "pdmesh.scheduler.rejections",
+    "{request}",
+    "Requests refused by admission",
+    {"reason": Values("queue_full", "ttft_objective", "tbt_objective")},
+    service="scheduler",
+)
+NUM_INDEXED_BLOCKS = Gauge(
+    "pdmesh.scheduler.indexed_blocks",
+    "{block}",
+    "Blocks in the local copy of the block index",
+    service="scheduler",
+)
+NUM_QUEUED = Gauge(
+    "pdmesh.scheduler.queued",
+    "{request}",
+    "Requests waiting for a placement",
+    service="scheduler",
+)
+NUM_PLACEMENTS = Gauge(
+    "pdmesh.scheduler.placements", "{placement}", "Placements held", service="scheduler"
+)
+NUM_WORKERS = Gauge(
+    "pdmesh.scheduler.workers",
+    "{worker}",
+    "Workers known to be alive",
+    {"role": Values("prefill", "decode")},
+    service="scheduler",
+)
+
+# Prefill and decode workers.
+NUM_RUNNING = Gauge(
+    "pdmesh.engine.running", "{request}", "Requests in the running batch", service="worker"
+)
+NUM_WAITING = Gauge(
+    "pdmesh.engine.waiting",
+    "{request}",
+    "Requests waiting for room or remote KV",
+    service="worker",
+)
+NUM_WAITING_TOKENS = Gauge(
+    "pdmesh.engine.waiting_tokens",
+    "{token}",
+    "Prompt tokens not computed yet",
+    service="worker",
+)
+STEP_AGE = Gauge(
+    "pdmesh.engine.step_age",
+    "s",
+    "How long the running step has lasted; 0 without work",
+    service="worker",
+)
+STEPS = WatchedCounter(
+    "pdmesh.engine.steps", "{step}", "Steps run: forward progress", service="worker"
+)
+STEP_DURATION = Histogram(
+    "pdmesh.engine.step.duration",
+    "s",
+    "Time of one step, forward pass and sampling",
+    _SECONDS,
+    service="worker",
+)
+BATCH_SIZE = Histogram(
+    "pdmesh.engine.step.requests",
+    "{request}",
+    "Requests in one step",
+    _POWERS_OF_TWO[:11],
+    service="worker",
+)
+STEP_TOKENS = Histogram(
+    "pdmesh.engine.step.tokens",
+    "{token}",
+    "Tokens computed in one step",
+    _POWERS_OF_TWO,
+    service="worker",
+)
+ENGINE_TIME_PER_OUTPUT_TOKEN = Histogram(
+    "pdmesh.engine.time_per_output_token",
+    "s",
+    "Mean time between tokens where they are made: a client that gets them faster than this "
+    "gets them from a buffer",
+    _PER_TOKEN,
+    _MODEL,
+    service="worker",
+)
+INVALID_LOGITS = WatchedCounter(
+    "pdmesh.engine.invalid_logits",
+    "{request}",
+    "Requests that failed because the model gave no usable distribution",
+    service="worker",
+)
+PREEMPTIONS = WatchedCounter(
+    "pdmesh.preemptions", "{request}", "Requests that gave their blocks away", service="worker"
+)
+RECOMPUTED_TOKENS = WatchedCounter(
+    "pdmesh.recomputed_tokens",
+    "{token}",
+    "Tokens computed again after a preemption",
+    service="worker",
+)
+PREFIX_CACHE_QUERIES = WatchedCounter(
+    "pdmesh.prefix_cache.queries",
+    "{token}",
+    "Prompt tokens looked up in the prefix cache",
+    service="worker",
+)
+PREFIX_CACHE_HITS = WatchedCounter(
+    "pdmesh.prefix_cache.hits",
+    "{token}",
+    "Prompt tokens found in the prefix cache",
+    service="worker",
+)
+NUM_BLOCKS = Gauge("pdmesh.kv_cache.blocks", "{block}", "Blocks in the KV cache", service="worker")
+NUM_FREE_BLOCKS = Gauge(
+    "pdmesh.kv_cache.free_blocks",
+    "{block}",
+    "Blocks that could be handed out, cached ones included",
+    service="worker",
+)
+KV_CACHE_USAGE = Gauge(
+    "pdmesh.kv_cache.usage",
+    "1",
+    "Share of the blocks that requests and leases hold",
+    service="worker",
+)
+NUM_LEASES = Gauge(
+    "pdmesh.kv_cache.leases", "{lease}", "Handles held for another worker", service="worker"
+)
+LEASE_EXPIRIES = Counter(
+    "pdmesh.kv_cache.lease_expiries",
+    "{lease}",
+    "Leases that ended before anybody took the blocks",
+    service="worker",
 )
 ABORTED = Counter(
     "pdmesh.aborted",
     "{request}",
     "Requests whose caller went away, by what they were doing",
     {"state": Values("queued", "prefill", "transfer", "decode", "waiting", "running")},
-)
-PREFIX_CACHE_QUERIES = Counter(
-    "pdmesh.prefix_cache.queries", "{token}", "Prompt tokens looked up in the prefix cache"
-)
-PREFIX_CACHE_HITS = Counter(
-    "pdmesh.prefix_cache.hits", "{token}", "Prompt tokens found in the prefix cache"
-)
-PREEMPTIONS = Counter("pdmesh.preemptions", "{request}", "Requests that gave their blocks away")
-RECOMPUTED_TOKENS = Counter(
-    "pdmesh.recomputed_tokens", "{token}", "Tokens computed again after a preemption"
-)
-DISAGG_DECISIONS = Counter(
-    "pdmesh.disagg.decisions",
-    "{request}",
-    "Placements by mode and reason",
-    {
-        "decision": Values("disaggregated", "local"),
-        "reason": Values("isl_bounding", "prefill_remote", "no_prefill_worker", "forced"),
-    },
-)
-_TRANSPORT = {"transport": Values("shared_memory", "tcp")}
-KV_TRANSFER_BYTES = Counter(
-    "pdmesh.kv_transfer.size", "By", "KV bytes moved between engines", _TRANSPORT
-)
-KV_TRANSFER_DURATION = Histogram(
-    "pdmesh.kv_transfer.duration", "s", "Time of one copy of blocks", _SECONDS, _TRANSPORT
+    service="worker",
 )
 KV_TRANSFER_FAILURES = Counter(
     "pdmesh.kv_transfer.failures",
@@ -227,7 +481,52 @@ KV_TRANSFER_FAILURES = Counter(
             "pull_failed",
         )
     },
+    service="worker",
 )
+
+# The transfer agent.
+_TRANSPORT = {"transport": Values("shared_memory", "tcp")}
+KV_TRANSFER_BYTES = Counter(
+    "pdmesh.kv_transfer.size",
+    "By",
+    "KV bytes moved between engines",
+    _TRANSPORT,
+    service="kv_transfer",
+)
+KV_TRANSFER_DURATION = Histogram(
+    "pdmesh.kv_transfer.duration",
+    "s",
+    "Time of one copy of blocks",
+    _SECONDS,
+    _TRANSPORT,
+    service="kv_transfer",
+)
+NUM_SEGMENTS = Gauge(
+    "pdmesh.kv_transfer.segments",
+    "{segment}",
+    "Engines attached to this agent",
+    service="kv_transfer",
+)
+NUM_ACTIVE_PULLS = Gauge(
+    "pdmesh.kv_transfer.active_pulls", "{transfer}", "Copies under way", service="kv_transfer"
+)
+
+# The tokenizer.
+ENCODE_DURATION = Histogram(
+    "pdmesh.tokenizer.encode.duration",
+    "s",
+    "Time to render and encode a prompt",
+    _SECONDS,
+    service="tokenizer",
+)
+NUM_SEQUENCES = Gauge(
+    "pdmesh.tokenizer.sequences",
+    "{sequence}",
+    "Sequences being turned into text",
+    service="tokenizer",
+)
+
+# Everyone who uses Redis.
 REDIS_ERRORS = Counter(
     "pdmesh.redis.errors",
     "{command}",
@@ -244,24 +543,7 @@ REDIS_ERRORS = Counter(
             "timeout",
         )
     },
+    service="scheduler, worker",
 )
 
-NUM_BLOCKS = Gauge("pdmesh.kv_cache.blocks", "{block}", "Blocks in the KV cache")
-NUM_FREE_BLOCKS = Gauge(
-    "pdmesh.kv_cache.free_blocks",
-    "{block}",
-    "Blocks that could be handed out, cached ones included",
-)
-NUM_LEASES = Gauge("pdmesh.kv_cache.leases", "{lease}", "Handles held for another worker")
-NUM_RUNNING = Gauge("pdmesh.engine.running", "{request}", "Requests in the running batch")
-NUM_WAITING = Gauge("pdmesh.engine.waiting", "{request}", "Requests waiting for room or remote KV")
-NUM_QUEUED = Gauge("pdmesh.scheduler.queued", "{request}", "Requests waiting for a placement")
-NUM_PLACEMENTS = Gauge("pdmesh.scheduler.placements", "{placement}", "Placements held")
-NUM_WORKERS = Gauge(
-    "pdmesh.scheduler.workers",
-    "{worker}",
-    "Workers known to be alive",
-    {"role": Values("prefill", "decode")},
-)
-NUM_SEGMENTS = Gauge("pdmesh.kv_transfer.segments", "{segment}", "Engines attached to this agent")
-NUM_STREAMS = Gauge("pdmesh.gateway.streams", "{request}", "Requests being answered")
+_names = VllmNames(MODELS)

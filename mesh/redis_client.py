@@ -1,6 +1,7 @@
 """A Redis client that cancellation cannot corrupt and a dead server cannot slow down."""
 
 import asyncio
+import builtins
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -8,7 +9,9 @@ from typing import Any, TypeVar
 
 import redis.asyncio
 from redis.asyncio.client import Pipeline
+from redis.asyncio.cluster import ClusterNode, RedisCluster
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import (
     AuthenticationError,
@@ -18,18 +21,22 @@ from redis.exceptions import (
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
+    RedisClusterException,
     RedisError,
     ResponseError,
     TimeoutError,
 )
 
 from mesh import metrics
+from mesh.redis_urls import SeveralServers, parse_several
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 0.5
 COOLDOWN_S = 2.0
 _MAX_CONNECTIONS = 64
+# What a command may take in all where several servers are asked.
+_MAX_TIMEOUTS = 4
 
 Result = TypeVar("Result")
 
@@ -89,8 +96,11 @@ class MeshRedis(redis.asyncio.Redis):
         self._running: set[asyncio.Task[Any]] = set()
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        execute: Callable[..., Coroutine[Any, Any, Any]] = super().execute_command
-        return await self.run_to_end(lambda: execute(*args, **options))
+        return await self.run_to_end(lambda: self._send(*args, **options))
+
+    async def _send(self, *args: Any, **options: Any) -> Any:
+        execute: Callable[..., Awaitable[Any]] = super().execute_command
+        return await execute(*args, **options)
 
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> "_MeshPipeline":
         return _MeshPipeline(self, transaction, shard_hint)
@@ -136,7 +146,10 @@ class MeshRedis(redis.asyncio.Redis):
         if kind not in ("loading", "out_of_memory", "other"):
             # The server, the primary or our rights have moved, or idle connections are
             # as dead as this one: connect and resolve anew next time.
-            await self.connection_pool.disconnect(inuse_connections=False)
+            await self._drop_idle_connections()
+
+    async def _drop_idle_connections(self) -> None:
+        await self.connection_pool.disconnect(inuse_connections=False)
 
 
 class _MeshPipeline(Pipeline):
@@ -164,23 +177,122 @@ def connect_redis(
 ) -> MeshRedis:
     """A client for `url`; connects on first use. Failures are RedisError, within bounds.
 
-    A command takes at most about two timeouts; after a failure further ones fail at
-    once, except for one try per `cooldown_s`.
+    `redis://`, `rediss://` and `unix://` name one server; `redis+sentinel://HOST,HOST/SERVICE`
+    and `redis+cluster://HOST,HOST` (`rediss+...` with TLS) name several. A command takes at
+    most about two timeouts with one server and four with several; after a failure further ones
+    fail at once, except for one try per `cooldown_s`.
     """
-    pool = redis.asyncio.BlockingConnectionPool.from_url(
-        url,
-        max_connections=_MAX_CONNECTIONS,
-        timeout=timeout_s,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        socket_keepalive=True,
-        # One more try covers a connection that a restarted server closed; a timeout
-        # is final.
-        retry=Retry(NoBackoff(), 1, supported_errors=(ConnectionError,)),
-    )
-    client = MeshRedis(connection_pool=pool, breaker=CircuitBreaker(cooldown_s))
+    breaker = CircuitBreaker(cooldown_s)
+    options = _connection_options(timeout_s)
+    several = parse_several(url)
+    if several is None:
+        pool = redis.asyncio.BlockingConnectionPool.from_url(
+            url, max_connections=_MAX_CONNECTIONS, timeout=timeout_s, **options
+        )
+        client = MeshRedis(connection_pool=pool, breaker=breaker)
+    elif several.kind == "sentinel":
+        client = _SentinelRedis(several, options, timeout_s, breaker)
+    else:
+        client = _ClusterRedis(several, options, timeout_s, breaker)
     client.auto_close_connection_pool = True
     return client
+
+
+def _connection_options(timeout_s: float) -> dict[str, Any]:
+    return {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "socket_keepalive": True,
+        # One more try covers a connection that a restarted server closed; a timeout
+        # is final.
+        "retry": Retry(NoBackoff(), 1, supported_errors=(ConnectionError,)),
+    }
+
+
+class _BoundedRedis(MeshRedis):
+    """Bounds a command as a whole: finding its server can take several connections."""
+
+    _total_timeout_s: float
+
+    async def _observe(self, command: Awaitable[Result]) -> Result:
+        return await super()._observe(self._bounded(command))
+
+    async def _bounded(self, command: Awaitable[Result]) -> Result:
+        try:
+            async with asyncio.timeout(self._total_timeout_s):
+                return await command
+        except builtins.TimeoutError:
+            raise TimeoutError(f"no reply within {self._total_timeout_s:g} s") from None
+        except RedisClusterException as error:
+            # Not a RedisError, although it only says that the cluster cannot be reached.
+            raise ConnectionError(str(error)) from error
+
+
+class _SentinelRedis(_BoundedRedis):
+    """Talks to whichever server the sentinels call the primary."""
+
+    def __init__(
+        self,
+        servers: SeveralServers,
+        options: dict[str, Any],
+        timeout_s: float,
+        breaker: CircuitBreaker,
+    ) -> None:
+        # redis-py's own signatures have no types here.
+        self._sentinel = Sentinel(servers.hosts, sentinel_kwargs=dict(options))  # type: ignore[no-untyped-call]
+        pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
+            servers.service,
+            self._sentinel,
+            max_connections=_MAX_CONNECTIONS,
+            db=servers.db,
+            username=servers.username,
+            password=servers.password,
+            ssl=servers.has_tls,
+            **options,
+        )
+        super().__init__(connection_pool=pool, breaker=breaker)
+        self._total_timeout_s = _MAX_TIMEOUTS * timeout_s
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        for sentinel in self._sentinel.sentinels:
+            await sentinel.aclose()
+
+
+class _ClusterRedis(_BoundedRedis):
+    """Sends each command to the node that owns its key: the keys of a command share a hash tag."""
+
+    def __init__(
+        self,
+        servers: SeveralServers,
+        options: dict[str, Any],
+        timeout_s: float,
+        breaker: CircuitBreaker,
+    ) -> None:
+        super().__init__(breaker=breaker)
+        self._total_timeout_s = _MAX_TIMEOUTS * timeout_s
+        self._cluster = RedisCluster(
+            startup_nodes=[ClusterNode(host, port) for host, port in servers.hosts],
+            username=servers.username,
+            password=servers.password,
+            ssl=servers.has_tls,
+            max_connections=_MAX_CONNECTIONS,
+            **options,
+        )
+
+    def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> "_MeshPipeline":
+        raise RedisError("no pipelines in a cluster: use a Lua script")
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        await self._cluster.aclose()
+
+    async def _send(self, *args: Any, **options: Any) -> Any:
+        return await self._cluster.execute_command(*args, **options)
+
+    async def _drop_idle_connections(self) -> None:
+        # The cluster client drops what failed and asks for the slots again by itself.
+        return
 
 
 def error_kind(error: RedisError) -> str:

@@ -111,6 +111,11 @@ class WorkerLoad:
     num_waiting: int = 0
     num_waiting_tokens: int = 0
     num_steps: int = 0
+    # Since the start.
+    num_prefix_cache_queries: int = 0
+    num_prefix_cache_hits: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ class ServiceSpec:
     env: Mapping[str, str]
     address: str
     probe: Callable[[], Awaitable[bool]]
+    # Where it answers GET /metrics.
+    metrics_address: str | None = None
     # Services of a lower stage are ready before a higher one is started.
     start_stage: int = 1
     # Services of a lower stage have ended before a higher one is stopped.
@@ -294,6 +296,7 @@ def _record(service: _Service) -> ServiceRecord:
         address=service.spec.address,
         state=service.state,
         restarts=service.restarts,
+        metrics_address=service.spec.metrics_address,
     )
 
 

@@ -2,7 +2,7 @@
 
 import uvloop
 
-from mesh import telemetry
+from mesh import metrics, telemetry
 from mesh.config import load
 from prefill_svc.config import PrefillConfig
 from prefill_svc.service import prefill_service
@@ -17,6 +17,7 @@ def main() -> None:
         otlp_endpoint=config.otlp_endpoint,
         worker_id=config.worker_id,
     )
+    metrics.listen(config.metrics_listen, vllm_names=config.vllm_metrics)
     uvloop.run(run_worker(config, "prefill", prefill_service(config)))
 
 

@@ -6,12 +6,16 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 
 from mesh import metrics
-from mesh.registry import BlockIndex, WorkerRegistry, connect_redis
+from mesh.registry import BlockIndex, WorkerRegistry, connect_redis, new_incarnation
 from mesh.server import MeshServer, serve
 from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc
+from scheduler_svc.block_replica import BlockReplica
 from scheduler_svc.cluster import Cluster
 from scheduler_svc.config import SchedulerConfig
-from scheduler_svc.prefix_lookup import IndexLookup
+from scheduler_svc.peers import Peers
+from scheduler_svc.predicted_blocks import PredictedBlocks
+from scheduler_svc.prefix_lookup import IndexLookup, LocalLookup
+from scheduler_svc.replicas import Replicas
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.service import SchedulerServicer
 from scheduler_svc.workers import Role
@@ -38,7 +42,7 @@ async def run(config: SchedulerConfig) -> None:
 
 @asynccontextmanager
 async def running_scheduler(config: SchedulerConfig) -> AsyncIterator[Scheduler]:
-    """A scheduler whose view of the workers is kept up to date for the block."""
+    """A scheduler whose view of workers and blocks is kept up to date for the block."""
     redis = connect_redis(config.redis_url)
     try:
         cluster = Cluster(
@@ -46,22 +50,43 @@ async def running_scheduler(config: SchedulerConfig) -> AsyncIterator[Scheduler]
             interval_s=config.refresh_interval_s,
             max_outage_s=config.max_outage_s,
         )
-        lookup = IndexLookup(BlockIndex(redis), timeout_s=config.lookup_timeout_s)
-        scheduler = Scheduler(cluster, lookup, config.placement, config.queue)
-        await cluster.refresh()
+        index = BlockIndex(redis)
         # A group, so that a fault in the refreshing ends the process instead of leaving it blind.
         async with asyncio.TaskGroup() as tasks:
+            replicas = Replicas(partial(BlockReplica, index), tasks)
+            lookup = LocalLookup(
+                replicas,
+                IndexLookup(index, timeout_s=config.lookup_timeout_s),
+                PredictedBlocks(ttl_s=config.predicted_ttl_s),
+            )
+            scheduler = Scheduler(
+                cluster, lookup, config.placement, config.queue, config.objectives
+            )
+            # A process that has its predecessor's id is still another scheduler.
+            peers = Peers(redis, f"{config.worker_id}@{new_incarnation()}")
+            cluster.share_charges(lambda: scheduler.charges, peers.exchange)
+            cluster.on_refresh(lambda: _follow_all(replicas, cluster))
+            await cluster.refresh()
             refreshing = tasks.create_task(cluster.run(), name="cluster")
-            with _gauges(scheduler):
+            with _gauges(scheduler, replicas):
                 yield scheduler
             refreshing.cancel()
+            replicas.stop()
     finally:
         await redis.aclose()
 
 
-def _gauges(scheduler: Scheduler) -> ExitStack:
-    """Report queue, placements and workers until the stack is closed."""
+def _follow_all(replicas: Replicas, cluster: Cluster) -> None:
+    for view in cluster.views:
+        replicas.follow(view.model)
+
+
+def _gauges(scheduler: Scheduler, replicas: Replicas) -> ExitStack:
+    """Report queue, placements, workers and blocks until the stack is closed."""
     stack = ExitStack()
+    stack.callback(
+        metrics.NUM_INDEXED_BLOCKS.watch(lambda: sum(one.num_blocks for one in replicas.values()))
+    )
     stack.callback(metrics.NUM_QUEUED.watch(lambda: scheduler.num_waiting))
     stack.callback(metrics.NUM_PLACEMENTS.watch(lambda: scheduler.num_placements))
     for role in Role:

@@ -3,17 +3,19 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from redis.exceptions import RedisError
 
 from mesh.registry import RegisteredWorker
+from scheduler_svc.peers import Charges
 from scheduler_svc.workers import ActiveLoad, Role, WorkerView
 
 logger = logging.getLogger(__name__)
 
 _ROLES = frozenset(role.value for role in Role)
+_IDLE = ActiveLoad()
 
 
 class WorkerSource(Protocol):
@@ -22,8 +24,12 @@ class WorkerSource(Protocol):
     async def list(self) -> list[RegisteredWorker]: ...
 
 
+# Tells our charges and returns those of the other schedulers.
+Exchange = Callable[[Charges], Awaitable[Charges]]
+
+
 class Cluster:
-    """Owns the snapshot of live workers.
+    """Owns the snapshot of live workers, and of what other schedulers have charged to them.
 
     A worker whose record is gone while the registry answers is gone. While it does not answer,
     the last snapshot stands for `max_outage_s`; for `recovery_s` afterwards workers are only
@@ -55,6 +61,9 @@ class Cluster:
         self._recovering_until: float | None = None
         self._models_seen: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
+        self._exchange: Exchange | None = None
+        self._own_charges: Callable[[], Charges] = dict
+        self._others: Charges = {}
 
     @property
     def workers(self) -> list[RegisteredWorker]:
@@ -68,6 +77,15 @@ class Cluster:
     def has_served(self, model: str) -> bool:
         """Whether a worker with the model was ever seen: it may come back."""
         return model in self._models_seen
+
+    def charged_by_others(self, holder_id: str) -> ActiveLoad:
+        """What other schedulers have charged to a worker, as of the last refresh."""
+        return self._others.get(holder_id, _IDLE)
+
+    def share_charges(self, own: Callable[[], Charges], exchange: Exchange) -> None:
+        """Tell other schedulers what `own` returns with every refresh, and hear of theirs."""
+        self._own_charges = own
+        self._exchange = exchange
 
     def on_refresh(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever workers or their loads may have changed."""
@@ -84,6 +102,8 @@ class Cluster:
         try:
             async with asyncio.timeout(self._timeout_s):
                 listed = await self._source.list()
+                if self._exchange is not None:
+                    self._others = await self._exchange(self._own_charges())
         except (RedisError, OSError, TimeoutError) as error:
             self._outage(error)
         else:
@@ -115,6 +135,8 @@ class Cluster:
                 "registry does not answer, placing by the last snapshot",
                 extra={"error": repr(error), "num_workers": len(self._workers)},
             )
+        # What the others have charged is old by now, and the workers' reports are too.
+        self._others = {}
         if self._clock() - self._answered_at > self._max_outage_s:
             self._replace({})
 

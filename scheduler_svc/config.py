@@ -7,6 +7,7 @@ from pydantic import Field
 from mesh.config import ServiceConfig
 from scheduler_svc.admission import QueueSettings
 from scheduler_svc.cost import CostWeights
+from scheduler_svc.objectives import Objectives
 from scheduler_svc.placement import ModePolicy, PlacementSettings
 
 
@@ -36,6 +37,36 @@ class SchedulerConfig(ServiceConfig):
         ge=0,
         description="how fast a cached prefix loses its pull as its worker falls behind",
     )
+    kvcache_balancing_threshold: float = Field(
+        4.0,
+        ge=0,
+        description="a cached prefix has no pull on workers that are this many prompts behind",
+    )
+    predicted_ttl_s: float = Field(
+        5.0, ge=0, description="how long a placed prompt counts as cached before an event tells"
+    )
+    interference: float = Field(
+        0.1, ge=0, description="weight of the decodes that a local prefill holds up"
+    )
+    explore_ratio: float = Field(
+        0.02, ge=0, le=1, description="share of placements in the mode that looks worse"
+    )
+    ttft_objective_ms: float = Field(
+        0, ge=0, description="refuse online requests whose first token would be later; 0: never"
+    )
+    offline_ttft_objective_ms: float = Field(0, ge=0, description="the same for offline requests")
+    tbt_objective_ms: float = Field(
+        0, ge=0, description="refuse requests by whose time tokens would be slower; 0: never"
+    )
+    long_prompt_tokens: int = Field(
+        32_768, ge=1, description="prompts from this length on have a quota"
+    )
+    long_prompt_share: float = Field(
+        0.5, gt=0, le=1, description="share of the prefill workers that long prompts may have"
+    )
+    fair_share_tokens: int = Field(
+        2048, ge=1, description="tokens that a tenant may be served before the next one's turn"
+    )
     max_num_waiting: int = Field(256, ge=0, description="requests that may wait for a place")
     max_overtaken_s: float = Field(
         30.0, ge=0, description="after this wait a request goes before all younger ones"
@@ -61,9 +92,28 @@ class SchedulerConfig(ServiceConfig):
             local_prefill_max_ratio=self.local_prefill_max_ratio,
             max_num_seqs=self.max_num_seqs,
             reserved_output_tokens=self.reserved_output_tokens,
-            weights=CostWeights(credit_decay=self.credit_decay),
+            interference=self.interference,
+            explore_ratio=self.explore_ratio,
+            weights=CostWeights(
+                credit_decay=self.credit_decay,
+                kvcache_balancing_threshold=self.kvcache_balancing_threshold,
+            ),
         )
 
     @property
     def queue(self) -> QueueSettings:
-        return QueueSettings(self.max_num_waiting, self.max_overtaken_s)
+        return QueueSettings(self.max_num_waiting, self.max_overtaken_s, self.fair_share_tokens)
+
+    @property
+    def objectives(self) -> Objectives:
+        return Objectives(
+            online_ttft_s=_seconds(self.ttft_objective_ms),
+            offline_ttft_s=_seconds(self.offline_ttft_objective_ms),
+            tbt_s=_seconds(self.tbt_objective_ms),
+            long_prompt_tokens=self.long_prompt_tokens,
+            long_prompt_share=self.long_prompt_share,
+        )
+
+
+def _seconds(milliseconds: float) -> float | None:
+    return milliseconds / 1000 if milliseconds else None

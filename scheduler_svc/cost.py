@@ -17,6 +17,9 @@ class CostWeights:
     # How fast a cached prefix loses its pull as its worker falls behind the least loaded one.
     # Without it a hot prefix pins its requests to one worker while others idle.
     credit_decay: float = 0.5
+    # Beyond this many times the request's own length the prefix is worth a second copy: the
+    # request goes by load alone, and leaves its blocks where it goes.
+    kvcache_balancing_threshold: float = 4.0
     prefill_load: float = 1.0
     decode_request: float = 1.0
 
@@ -31,7 +34,10 @@ def prefill_cost(
     worker = candidate.worker
     num_request_blocks = max(1.0, facts.num_prompt_tokens / worker.block_size)
     excess_blocks = (worker.prefill_tokens - least_prefill_tokens) / worker.block_size
-    decay = 1.0 / (1.0 + weights.credit_decay * excess_blocks / num_request_blocks)
+    excess = excess_blocks / num_request_blocks
+    decay = 1.0 / (1.0 + weights.credit_decay * excess)
+    if excess > weights.kvcache_balancing_threshold:
+        decay = 0.0
     to_compute = worker.prefill_tokens / worker.block_size + num_request_blocks
     return weights.prefill_load * max(0.0, to_compute - _credit(candidate, decay, weights))
 

@@ -1,10 +1,11 @@
 """What this scheduler has charged to each worker: known at once, before any heartbeat tells."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from uuid import uuid4
 
 from scheduler_svc.placement import Assignment, Decision
-from scheduler_svc.workers import ActiveLoad
+from scheduler_svc.workers import ActiveLoad, RequestFacts
 
 _IDLE = ActiveLoad()
 
@@ -20,6 +21,10 @@ class LoadLedger:
 
     def charged(self, holder_id: str) -> ActiveLoad:
         return self._charged.get(holder_id, _IDLE)
+
+    @property
+    def all(self) -> Mapping[str, ActiveLoad]:
+        return self._charged
 
     @property
     def is_empty(self) -> bool:
@@ -67,15 +72,24 @@ class Charge:
 class HeldPlacement:
     """A decision whose load is charged until `release`."""
 
-    def __init__(self, decision: Decision, ledger: LoadLedger) -> None:
+    def __init__(
+        self, decision: Decision, facts: RequestFacts, ledger: LoadLedger, *, is_long: bool = False
+    ) -> None:
         self.placement_id = uuid4().hex
         self.decision = decision
+        self.facts = facts
+        # Counts against the quota of long prompts until its prompt is computed.
+        self.is_long = is_long
+        # When the first token was there, by the scheduler's clock.
+        self.decoding_since: float | None = None
         self._prefill = _charge(ledger, decision.prefill) if decision.prefill else None
         self._decode = _charge(ledger, decision.decode)
 
-    def prefill_done(self) -> None:
+    def prefill_done(self, now: float) -> None:
         """The first token exists: the prefill worker is free of the request, and no prompt
         tokens are owed by the decode worker. Doing it twice is harmless."""
+        if self.decoding_since is None:
+            self.decoding_since = now
         if self._prefill is not None:
             self._prefill.release()
         self._decode.prompt_computed()

@@ -7,6 +7,8 @@ from random import Random
 
 from mesh.errors import ContextLengthExceeded, InvalidRequest, WorkerUnavailable
 from scheduler_svc.cost import CostWeights, cheapest_first, decode_cost, prefill_cost
+from scheduler_svc.estimates import Estimates
+from scheduler_svc.mode import Comparison, PlacementMode, Reason, compare
 from scheduler_svc.workers import (
     ActiveLoad,
     Candidate,
@@ -18,28 +20,12 @@ from scheduler_svc.workers import (
 )
 
 
-class PlacementMode(StrEnum):
-    """Whether prompt and output are computed by one worker or by two."""
-
-    DISAGGREGATED = "disaggregated"
-    LOCAL = "local"
-
-
 class ModePolicy(StrEnum):
     """`AUTO` decides for each request; the others force one mode on all."""
 
     AUTO = "auto"
     DISAGGREGATED = "disaggregated"
     LOCAL = "local"
-
-
-class Reason(StrEnum):
-    """Why a placement has its mode."""
-
-    ISL_BOUNDING = "isl_bounding"
-    PREFILL_REMOTE = "prefill_remote"
-    NO_PREFILL_WORKER = "no_prefill_worker"
-    FORCED = "forced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +42,10 @@ class PlacementSettings:
     max_num_seqs: int = 32
     # Output tokens for which blocks are set aside; beyond them the engine preempts.
     reserved_output_tokens: int = 128
+    # What a second counts by which a local prefill holds up one request that decodes there.
+    interference: float = 0.1
+    # Share of the placements that take the mode that looks worse, so that it is measured too.
+    explore_ratio: float = 0.02
     weights: CostWeights = field(default_factory=CostWeights)
 
 
@@ -76,6 +66,8 @@ class Decision:
     reason: Reason
     decode: Assignment
     prefill: Assignment | None = None
+    # None where there was nothing to choose, or too little was measured.
+    comparison: Comparison | None = None
 
 
 def place(
@@ -84,12 +76,14 @@ def place(
     hits: Hits,
     settings: PlacementSettings,
     random: Random,
+    estimates: Estimates | None = None,
 ) -> Decision | None:
     """Choose workers, or return None when those that could serve have no room now.
 
     The decode worker comes first, since how much of the prompt it holds decides whether a
-    prefill worker is wanted. Raises when waiting cannot help: nobody is alive, or nobody could
-    ever hold the request.
+    prefill worker is wanted: by what each way would take, as far as `estimates` can tell, and
+    by the length of what is missing until then. Raises when waiting cannot help: nobody is
+    alive, or nobody could ever hold the request.
     """
     serving = [worker for worker in workers if worker.model == facts.model]
     decoders = [candidate(worker, facts, hits) for worker in _decoders(serving, facts)]
@@ -103,16 +97,19 @@ def place(
         return decode_cost(decoder, facts, settings.weights)
 
     for decoder in cheapest_first(decoders, cost, random):
-        paired = _paired(decoder, prefillers)
-        mode, reason = _choose_mode(decoder, facts, bool(paired), settings)
+        ranked = _by_prefill_cost(_paired(decoder, prefillers), facts, settings, random)
+        comparison = None
+        if estimates is not None and ranked and settings.mode is ModePolicy.AUTO:
+            comparison = compare(facts, decoder, ranked[0], estimates, settings.interference)
+        mode, reason = _choose_mode(decoder, facts, bool(ranked), comparison, settings, random)
         decode = _assign_decode(decoder, facts, mode, settings)
         if not _has_room(decode, settings):
             continue
         if mode is PlacementMode.LOCAL:
-            return Decision(mode, reason, decode)
-        prefill = _choose_prefill(paired, facts, settings, random)
+            return Decision(mode, reason, decode, comparison=comparison)
+        prefill = _first_with_room(ranked, facts, settings)
         if prefill is not None:
-            return Decision(mode, reason, decode, prefill)
+            return Decision(mode, reason, decode, prefill, comparison)
     return None
 
 
@@ -179,7 +176,12 @@ def _paired(decoder: Candidate, prefillers: Sequence[Candidate]) -> list[Candida
 
 
 def _choose_mode(
-    decoder: Candidate, facts: RequestFacts, has_prefill: bool, settings: PlacementSettings
+    decoder: Candidate,
+    facts: RequestFacts,
+    has_prefill: bool,
+    comparison: Comparison | None,
+    settings: PlacementSettings,
+    random: Random,
 ) -> tuple[PlacementMode, Reason]:
     if settings.mode is ModePolicy.LOCAL:
         return PlacementMode.LOCAL, Reason.FORCED
@@ -187,6 +189,8 @@ def _choose_mode(
         return PlacementMode.DISAGGREGATED, Reason.FORCED
     if not has_prefill:
         return PlacementMode.LOCAL, Reason.NO_PREFILL_WORKER
+    if comparison is not None:
+        return _cheaper_mode(comparison, settings, random)
     num_missing_tokens = facts.num_prompt_tokens - decoder.num_cached_tokens
     if (
         num_missing_tokens < settings.local_prefill_max_tokens
@@ -194,6 +198,18 @@ def _choose_mode(
     ):
         return PlacementMode.LOCAL, Reason.ISL_BOUNDING
     return PlacementMode.DISAGGREGATED, Reason.PREFILL_REMOTE
+
+
+def _cheaper_mode(
+    comparison: Comparison, settings: PlacementSettings, random: Random
+) -> tuple[PlacementMode, Reason]:
+    is_local_cheaper = comparison.local_s <= comparison.remote_s
+    if random.random() < settings.explore_ratio:
+        other = PlacementMode.DISAGGREGATED if is_local_cheaper else PlacementMode.LOCAL
+        return other, Reason.EXPLORE
+    if is_local_cheaper:
+        return PlacementMode.LOCAL, Reason.LOCAL_CHEAPER
+    return PlacementMode.DISAGGREGATED, Reason.REMOTE_CHEAPER
 
 
 def _assign_decode(
@@ -207,18 +223,24 @@ def _assign_decode(
     return Assignment(decoder.worker, decoder.num_cached_tokens, charge)
 
 
-def _choose_prefill(
+def _by_prefill_cost(
     candidates: Sequence[Candidate],
     facts: RequestFacts,
     settings: PlacementSettings,
     random: Random,
-) -> Assignment | None:
-    least_tokens = min(candidate.worker.prefill_tokens for candidate in candidates)
+) -> list[Candidate]:
+    least_tokens = min((one.worker.prefill_tokens for one in candidates), default=0)
 
     def cost(candidate: Candidate) -> float:
         return prefill_cost(candidate, facts, least_tokens, settings.weights)
 
-    for chosen in cheapest_first(candidates, cost, random):
+    return cheapest_first(candidates, cost, random)
+
+
+def _first_with_room(
+    candidates: Sequence[Candidate], facts: RequestFacts, settings: PlacementSettings
+) -> Assignment | None:
+    for chosen in candidates:
         charge = _charge(chosen, facts, num_reserved_tokens=0, computes_prompt=True)
         assignment = Assignment(chosen.worker, chosen.num_cached_tokens, charge)
         if _has_room(assignment, settings):

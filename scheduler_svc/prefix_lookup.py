@@ -3,13 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from redis.exceptions import RedisError
 
 from mesh.block_keys import BlockKeys
+from scheduler_svc.predicted_blocks import PredictedBlocks
 from scheduler_svc.workers import Hits, PrefixHit
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,7 @@ class BlockLayout:
     block_size: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PrefixQuery:
     """A prompt, and the layouts of the workers that could serve it."""
 
@@ -32,17 +34,89 @@ class PrefixQuery:
     cache_salt: str
     layouts: frozenset[BlockLayout]
 
+    @cached_property
+    def chains(self) -> Mapping[BlockLayout, list[bytes]]:
+        """The keys of the prompt's blocks in each layout.
+
+        The last token is computed anyway: a block that it fills is never looked up.
+        """
+        return {
+            layout: BlockKeys(layout.layout_fingerprint).chain(
+                self.token_ids[:-1], layout.block_size, self.cache_salt
+            )
+            for layout in self.layouts
+        }
+
 
 class PrefixLookup(Protocol):
     """Never raises for want of an answer: without one, placement goes by load alone."""
 
-    async def hits(self, query: PrefixQuery) -> Hits: ...
+    async def hits(self, query: PrefixQuery) -> Hits:
+        """May ask Redis, for a bounded time."""
+        ...
+
+    def latest(self, query: PrefixQuery, known: Hits) -> Hits:
+        """What is known by now, for a request that has waited since `known`."""
+        ...
+
+    def placed(self, query: PrefixQuery, holder_ids: Collection[str]) -> None:
+        """A request is about to leave its blocks on these workers."""
+        ...
 
 
 class BlockIndexReader(Protocol):
-    """The part of `mesh.registry.BlockIndex` that placement reads."""
+    """The part of `mesh.block_index.BlockIndex` that a placement may ask itself."""
 
-    async def longest_prefix(self, model: str, keys: list[bytes]) -> dict[str, int]: ...
+    async def longest_prefix(self, model: str, keys: list[bytes]) -> dict[str, PrefixHit]: ...
+
+
+class Replica(Protocol):
+    """The part of `BlockReplica` that placement reads."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> dict[str, PrefixHit]: ...
+
+
+class LocalLookup:
+    """Answers from the local copies of the index and from what was placed of late.
+
+    While there is no copy of a model's blocks yet, the index itself is asked.
+    """
+
+    def __init__(
+        self, replicas: Mapping[str, Replica], fallback: "IndexLookup", predicted: PredictedBlocks
+    ) -> None:
+        self._replicas = replicas
+        self._fallback = fallback
+        self._predicted = predicted
+
+    async def hits(self, query: PrefixQuery) -> Hits:
+        if self._replica(query.model) is None:
+            return self.latest(query, await self._fallback.hits(query))
+        return self.latest(query, {})
+
+    def latest(self, query: PrefixQuery, known: Hits) -> Hits:
+        replica = self._replica(query.model)
+        hits = dict(known if replica is None else {})
+        for keys in query.chains.values():
+            if replica is not None:
+                hits.update(replica.longest_prefix(keys))
+            for holder_id, num_blocks in self._predicted.longest_prefix(keys).items():
+                hit = hits.get(holder_id, PrefixHit())
+                if num_blocks > hit.num_blocks:
+                    device_blocks = hit.device_blocks + num_blocks - hit.num_blocks
+                    hits[holder_id] = replace(hit, device_blocks=device_blocks)
+        return hits
+
+    def placed(self, query: PrefixQuery, holder_ids: Collection[str]) -> None:
+        for keys in query.chains.values():
+            self._predicted.add(keys, holder_ids)
+
+    def _replica(self, model: str) -> Replica | None:
+        replica = self._replicas.get(model)
+        return replica if replica is not None and replica.is_ready else None
 
 
 class IndexLookup:
@@ -75,25 +149,17 @@ class IndexLookup:
         try:
             async with asyncio.timeout(self._timeout_s):
                 found = await asyncio.gather(
-                    *(self._ask(query, layout) for layout in query.layouts)
+                    *(
+                        self._index.longest_prefix(query.model, keys)
+                        for keys in query.chains.values()
+                        if keys
+                    )
                 )
         except (RedisError, OSError, TimeoutError) as error:
             self._failed(error)
             return {}
         self._num_failures = 0
-        return {
-            holder_id: PrefixHit(device_blocks=num_blocks)
-            for holders in found
-            for holder_id, num_blocks in holders.items()
-        }
-
-    async def _ask(self, query: PrefixQuery, layout: BlockLayout) -> dict[str, int]:
-        # The last token is computed anyway: a block that it fills is never looked up.
-        token_ids = query.token_ids[:-1]
-        keys = BlockKeys(layout.layout_fingerprint).chain(
-            token_ids, layout.block_size, query.cache_salt
-        )
-        return await self._index.longest_prefix(query.model, keys) if keys else {}
+        return {holder_id: hit for holders in found for holder_id, hit in holders.items()}
 
     def _failed(self, error: Exception) -> None:
         self._num_failures += 1

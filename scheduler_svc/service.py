@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -14,9 +15,11 @@ from mesh.errors import DeadlineExceeded, InvalidRequest
 from mesh.registry import RegisteredWorker
 from mesh.telemetry import Span, Stopwatch, span
 from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from scheduler_svc.admission import PriorityClass
 from scheduler_svc.loads import HeldPlacement
-from scheduler_svc.placement import Assignment, Decision, PlacementMode
-from scheduler_svc.scheduler import AdmitRequest, Scheduler
+from scheduler_svc.mode import Advice, PlacementMode
+from scheduler_svc.placement import Assignment, Decision
+from scheduler_svc.scheduler import AdmitRequest, ModelCosts, Scheduler, StageTimes
 from scheduler_svc.workers import RequestFacts
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,16 @@ _ADMIT_TIMEOUT_S = 10.0
 _MODES = {
     PlacementMode.DISAGGREGATED: scheduler_pb2.PLACEMENT_MODE_DISAGGREGATED,
     PlacementMode.LOCAL: scheduler_pb2.PLACEMENT_MODE_LOCAL,
+}
+_CLASSES = {
+    scheduler_pb2.PRIORITY_CLASS_UNSPECIFIED: PriorityClass.ONLINE,
+    scheduler_pb2.PRIORITY_CLASS_ONLINE: PriorityClass.ONLINE,
+    scheduler_pb2.PRIORITY_CLASS_OFFLINE: PriorityClass.OFFLINE,
+}
+_ADVICE = {
+    Advice.UNKNOWN: scheduler_pb2.DisaggregationVerdict.ADVICE_UNSPECIFIED,
+    Advice.DISAGGREGATE: scheduler_pb2.DisaggregationVerdict.ADVICE_DISAGGREGATE,
+    Advice.LOCAL: scheduler_pb2.DisaggregationVerdict.ADVICE_LOCAL,
 }
 
 
@@ -49,9 +62,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 _describe(held.decision, current)
             yield _to_response(held, stopwatch.elapsed_ms)
             async for message in request_iterator:
-                if message.WhichOneof("event") != "prefill_done":
-                    raise InvalidRequest("after `admit`, only `prefill_done` may be sent")
-                self._scheduler.prefill_done(held)
+                match message.WhichOneof("event"):
+                    case "prefill_done":
+                        self._scheduler.prefill_done(held, _prefill_times(message.prefill_done))
+                    case "finished":
+                        self._scheduler.finished(held, _all_times(message.finished))
+                    case _:
+                        raise InvalidRequest("`admit` may be sent once, before all else")
 
     async def GetState(
         self,
@@ -65,6 +82,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 _to_worker_state(worker, self._scheduler.charged(worker).num_requests)
                 for worker in self._scheduler.workers
             ],
+            verdicts=[_to_verdict(*one) for one in self._scheduler.costs.items()],
         )
 
 
@@ -97,7 +115,37 @@ def _to_admit_request(admit: scheduler_pb2.PlaceRequest.Admit) -> AdmitRequest:
         prompt_token_ids=list(admit.prompt_token_ids),
         cache_salt=admit.cache_salt,
         priority=admit.priority,
+        tenant=admit.tenant,
+        priority_class=_CLASSES.get(admit.priority_class, PriorityClass.ONLINE),
+        ttft_objective_s=admit.ttft_objective_ms / 1000 or None,
     )
+
+
+def _prefill_times(done: scheduler_pb2.PlaceRequest.PrefillDone) -> StageTimes | None:
+    """None from a caller that tells only that the token exists."""
+    if not done.timings:
+        return None
+    return StageTimes(
+        prefill_compute_s=_seconds(done.timings, types_pb2.STAGE_PREFILL_COMPUTE),
+        num_cached_tokens=done.num_cached_tokens,
+    )
+
+
+def _all_times(finished: scheduler_pb2.PlaceRequest.Finished) -> StageTimes:
+    return StageTimes(
+        prefill_compute_s=_seconds(finished.timings, types_pb2.STAGE_PREFILL_COMPUTE),
+        kv_transfer_s=_seconds(finished.timings, types_pb2.STAGE_KV_TRANSFER),
+        decode_steps_s=_seconds(finished.timings, types_pb2.STAGE_DECODE_STEPS),
+        num_cached_tokens=finished.num_cached_tokens,
+        num_output_tokens=finished.num_output_tokens,
+    )
+
+
+def _seconds(
+    timings: Iterable[types_pb2.StageTiming], stage: types_pb2.Stage.ValueType
+) -> float | None:
+    found = [timing.duration_ms for timing in timings if timing.stage == stage]
+    return sum(found) / 1000 if found else None
 
 
 def _facts_attributes(facts: RequestFacts) -> dict[str, int]:
@@ -114,6 +162,9 @@ def _describe(decision: Decision, current: Span) -> None:
         if part is not None:
             description[f"{role}.worker_id"] = part.worker.worker_id
             description[f"{role}.num_cached_tokens"] = part.num_cached_tokens
+    if decision.comparison is not None:
+        description["local_ms"] = round(1000 * decision.comparison.local_s)
+        description["remote_ms"] = round(1000 * decision.comparison.remote_s)
     current.set_attributes({f"pdmesh.placement.{key}": one for key, one in description.items()})
     metrics.DISAGG_DECISIONS.add(1, {"decision": decision.mode, "reason": decision.reason})
     logger.debug("placed", extra=description)
@@ -148,14 +199,19 @@ def _to_worker_state(worker: RegisteredWorker, num_placements: int) -> scheduler
         role=record.role,
         address=record.address,
         incarnation=record.incarnation,
-        load=types_pb2.EngineLoad(
-            num_blocks=load.num_blocks,
-            num_free_blocks=load.num_free_blocks,
-            num_leases=load.num_leases,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            num_waiting_tokens=load.num_waiting_tokens,
-            num_steps=load.num_steps,
-        ),
+        load=types_pb2.EngineLoad(**asdict(load)),
         num_placements=num_placements,
+    )
+
+
+def _to_verdict(model: str, costs: ModelCosts) -> scheduler_pb2.DisaggregationVerdict:
+    verdict = costs.comparisons.verdict()
+    return scheduler_pb2.DisaggregationVerdict(
+        model=model,
+        advice=_ADVICE[verdict.advice],
+        num_placements=verdict.num_placements,
+        local_ms=1000 * verdict.local_s,
+        remote_ms=1000 * verdict.remote_s,
+        prefill_tokens_per_second=costs.estimates.prefill_tokens_per_second,
+        transfer_tokens_per_second=costs.estimates.transfer_tokens_per_second,
     )

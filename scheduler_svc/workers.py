@@ -4,6 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mesh.block_index import PrefixHit
+
+__all__ = [
+    "ActiveLoad",
+    "Candidate",
+    "Hits",
+    "PrefixHit",
+    "RequestFacts",
+    "Role",
+    "WorkerView",
+    "candidate",
+]
+
 
 class Role(StrEnum):
     """What a worker does for others. A decode worker can compute prompts too."""
@@ -32,26 +45,12 @@ class ActiveLoad:
     # KV blocks in use or promised.
     blocks: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """Leading blocks of a prompt that a worker can reach, each counted in its warmest tier."""
-
-    device_blocks: int = 0
-    host_blocks: int = 0
-    disk_blocks: int = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return self.device_blocks + self.host_blocks + self.disk_blocks
-
-    def bounded(self, num_blocks: int) -> "PrefixHit":
-        """The part within the first `num_blocks`; the warmest tiers hold the first blocks."""
-        if self.num_blocks <= num_blocks:
-            return self
-        device = min(self.device_blocks, num_blocks)
-        host = min(self.host_blocks, num_blocks - device)
-        return PrefixHit(device, host, min(self.disk_blocks, num_blocks - device - host))
+    def __add__(self, other: "ActiveLoad") -> "ActiveLoad":
+        return ActiveLoad(
+            self.num_requests + other.num_requests,
+            self.prefill_tokens + other.prefill_tokens,
+            self.blocks + other.blocks,
+        )
 
 
 # By the holder id of a worker.
@@ -60,7 +59,7 @@ Hits = Mapping[str, PrefixHit]
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One live worker: what it is, what it reports, and what this scheduler charged to it."""
+    """One live worker: what it is, what it reports, and what schedulers have charged to it."""
 
     worker_id: str
     # A new process is a new incarnation, and so a new holder of blocks and charges.
@@ -75,7 +74,7 @@ class WorkerView:
     reported: ActiveLoad = ActiveLoad()
     charged: ActiveLoad = ActiveLoad()
 
-    # A heartbeat lags behind our own charges, and our charges miss what other schedulers
+    # A heartbeat lags behind the charges, and the charges miss what a scheduler that has died
     # placed: the larger of the two is nearer to the truth than either.
     @property
     def prefill_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from mesh import telemetry
+from mesh import metrics, telemetry
 from mesh.config import load
 from tokenizer_svc.app import run
 from tokenizer_svc.config import TokenizerConfig
@@ -16,6 +16,7 @@ def main() -> None:
         otlp_endpoint=config.otlp_endpoint,
         worker_id=config.worker_id,
     )
+    metrics.listen(config.metrics_listen, vllm_names=config.vllm_metrics)
     asyncio.run(run(config))
 
 

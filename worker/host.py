@@ -6,11 +6,12 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from engine.loop import EngineLoop
 from engine.request import EngineStopped
+from mesh.block_publisher import BlockPublisher
 from mesh.client import Channels
 from mesh.registry import (
     BlockIndex,
@@ -22,9 +23,9 @@ from mesh.registry import (
     new_incarnation,
 )
 from mesh.server import MeshServer, serve
-from worker.block_publisher import BlockPublisher
 from worker.config import WorkerConfig
 from worker.engine_loading import LoadedEngine, load_engine
+from worker.engine_metrics import watched_engine
 from worker.progress import ProgressMonitor
 from worker.segment_attachment import SegmentAttachment
 from worker.streams import ActiveStreams
@@ -77,6 +78,7 @@ async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None
         engine = EngineLoop(loaded.engine, publisher.offer)
         engine.start()
         stack.push_async_callback(engine.stop)
+        stack.enter_context(watched_engine(engine, config.model))
         server = MeshServer(config.listen)
         worker = Worker(engine, loaded, channels, ActiveStreams(), server, config)
         if loaded.segment is not None:
@@ -157,12 +159,4 @@ class _Membership:
 
     def _load(self) -> WorkerLoad:
         stats = self._worker.engine.load()
-        return WorkerLoad(
-            num_blocks=stats.num_blocks,
-            num_free_blocks=stats.num_free_blocks,
-            num_leases=stats.num_leases,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_waiting_tokens=stats.num_waiting_tokens,
-            num_steps=stats.num_steps,
-        )
+        return WorkerLoad(**{one.name: getattr(stats, one.name) for one in fields(WorkerLoad)})

@@ -55,10 +55,11 @@ class Test:
         return passed if self.exists else not passed
 
     def _values(self, payload: Mapping[str, Any]) -> Iterable[Any]:
-        first, *rest = self.path.steps
-        names = ALIASES.get(first, (first,)) if isinstance(first, str) else (first,)
-        for name in names:
-            yield from values_at(payload, (name, *rest))
+        first = self.path.steps[0]
+        if isinstance(first, str):
+            for name in ALIASES.get(first, (first,)):
+                if name in payload:
+                    yield from values_at(payload[name], self.path.steps[1:])
 
     def _passes(self, value: Any) -> bool:
         return (

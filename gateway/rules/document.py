@@ -4,8 +4,10 @@
 """
 
 import json
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from gateway.rules.scanner import decode_string, match_key, skip_space, skip_value
+from gateway.rules.scanner import decode_string, outline, skip_space, skip_string, skip_value
 
 
 class Member:
@@ -58,9 +60,10 @@ class ObjectNode:
         self._blank = text[1:at]
         if text[at] == ord("}"):
             return
+        outlined = outline(text)
         at = 0
         while text[at] != ord("}"):
-            at = self._read(text, at + 1)
+            at = self._read(text, outlined, at + 1)
 
     def get(self, key: str) -> Member | None:
         """The member of that name, however its key is spelled."""
@@ -95,17 +98,49 @@ class ObjectNode:
             return b"{" + self._blank + b"}"
         return b"{" + b",".join([member.render() for member in self.members]) + b"}"
 
-    def _read(self, text: bytes, at: int) -> int:
+    def _read(self, text: bytes, outlined: bytes, at: int) -> int:
         """Take the member at `at`; returns the position of the comma or brace behind it."""
-        match = match_key(text, at)
-        lead, key_text, colon = match.groups()
-        begin = match.end()
-        end = skip_value(text, begin)
-        at = skip_space(text, end)
+        key_at = skip_space(text, at)
+        key_end = skip_string(outlined, key_at)
+        value_at = skip_space(text, skip_space(text, key_end) + 1)
+        value_end = skip_value(text, outlined, value_at)
+        end = skip_space(text, value_end)
+        key_text = text[key_at:key_end]
         key = decode_string(key_text)
-        self.members.append(Member(key, key_text, text[begin:end], lead, colon, text[end:at]))
+        self.members.append(
+            Member(
+                key,
+                key_text,
+                text[value_at:value_end],
+                lead=text[at:key_at],
+                colon=text[key_end:value_at],
+                trail=text[value_end:end],
+            )
+        )
         self.claimed.add(key)
-        return at
+        return end
+
+
+class Decoded(Mapping[str, Any]):
+    """An object as Python values, each decoded when it is asked for."""
+
+    def __init__(self, node: ObjectNode) -> None:
+        self._node = node
+
+    def __getitem__(self, key: str) -> Any:
+        member = self._node.get(key)
+        if member is None:
+            raise KeyError(key)
+        return json.loads(member.value)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._node.get(key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return (member.key for member in self._node.members)
+
+    def __len__(self) -> int:
+        return len(self._node.members)
 
 
 class Document:

@@ -4,9 +4,11 @@
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from gateway.rules.conditions import ALIASES
-from gateway.rules.document import Document, Member, ObjectNode, encode_string
+from gateway.rules.document import Decoded, Document, Member, ObjectNode, encode_string
 from gateway.rules.model import Action, Clamp, Fill, Force, Rename, Rule, Target
 
 _NUMBER = re.compile(rb"[-0-9]")
@@ -26,6 +28,10 @@ class Edits:
         if self._document is None or not self.actions:
             return self._body
         return self._document.render()
+
+    def payload(self) -> Mapping[str, Any]:
+        """What the body says as it stands."""
+        return Decoded(self._root())
 
     def rewrite_model(self, rule: Rule, name: str) -> None:
         member = self._root().get("model")
@@ -93,6 +99,9 @@ class Edits:
             if member.value != force.value.encode():
                 member.value = force.value.encode()
                 self._record("force", _path(force.target, member.key), rule)
+
+    def reject(self, rule: Rule) -> None:
+        self._record("reject", rule.name, rule)
 
     def _fill(self, rule: Rule, node: ObjectNode, fill: Fill, prefix: str) -> None:
         path = prefix + fill.key

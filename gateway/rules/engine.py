@@ -4,7 +4,6 @@ Kinds act in this order, whatever their order in the file: rewrite_model, rename
 default, clamp, force, reject. `deploy/openresty/lua/pdmesh/engine.lua` is this file in Lua.
 """
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,10 +60,9 @@ def apply(rules: RuleSet, request: RuleRequest) -> Outcome:
     facts = _rewrite_model(rules, facts, edits)
     matched = [rule for rule in rules.rules if rule.when.holds(facts)]
     _edit(matched, edits)
-    body = edits.render()
-    rejection = _reject(matched, body, request, edits.actions)
+    rejection = _reject(matched, request, edits)
     headers, header_actions = header_rules.forwarded(request.headers, rules, matched)
-    return Outcome(body, tuple(headers), (*edits.actions, *header_actions), rejection)
+    return Outcome(edits.render(), tuple(headers), (*edits.actions, *header_actions), rejection)
 
 
 def forward(rules: RuleSet, request: RuleRequest) -> Outcome:
@@ -137,20 +135,16 @@ def _edit(matched: Sequence[Rule], edits: Edits) -> None:
             edits.force(rule, force)
 
 
-def _reject(
-    matched: Sequence[Rule], body: bytes, request: RuleRequest, actions: list[Action]
-) -> Rejection | None:
-    payload = request.payload
+def _reject(matched: Sequence[Rule], request: RuleRequest, edits: Edits) -> Rejection | None:
     for rule in matched:
         reject = rule.reject
         if reject is None:
             continue
         if reject.condition is not None:
-            if payload is request.payload and body is not request.body:
-                payload = json.loads(body)
+            payload = edits.payload() if edits.actions else request.payload
             if not reject.condition.holds(payload):
                 continue
-        actions.append(Action("reject", rule.name, rule.name))
+        edits.reject(rule)
         return Rejection(reject.status, reject.message, reject.code, reject.param)
     return None
 

@@ -52,11 +52,18 @@ def _rule(rule: Any) -> dict[str, Any]:
         _fields(one) | {"new_key_text": encode_string(one.new_key).decode()} for one in rule.rename
     ]
     plain["default"] = [_fill(fill) for fill in rule.default]
+    plain["force"] = [
+        _fields(one) | {"key_texts": [encode_string(key).decode() for key in one.target.keys]}
+        for one in rule.force
+    ]
     return plain
 
 
 def _fill(fill: Any) -> dict[str, Any]:
-    return _fields(fill) | {"members": [_fill(member) for member in fill.members]}
+    return _fields(fill) | {
+        "key_text": encode_string(fill.key).decode(),
+        "members": [_fill(member) for member in fill.members],
+    }
 
 
 def _fields(value: Any) -> dict[str, Any]:

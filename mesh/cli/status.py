@@ -64,6 +64,7 @@ async def _service(record: ServiceRecord, state: MeshState) -> dict[str, Any]:
         "worker_id": record.worker_id,
         "pid": record.pid,
         "address": record.address,
+        "metrics_address": record.metrics_address,
         "state": await _health(record, state),
         "restarts": record.restarts,
         "engine": None,

@@ -20,6 +20,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _PriorityClass:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PriorityClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PriorityClass.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRIORITY_CLASS_UNSPECIFIED: _PriorityClass.ValueType  # 0
+    """Online."""
+    PRIORITY_CLASS_ONLINE: _PriorityClass.ValueType  # 1
+    """Somebody waits for the answer."""
+    PRIORITY_CLASS_OFFLINE: _PriorityClass.ValueType  # 2
+    """Served while no online request waits, or after it has waited long."""
+
+class PriorityClass(_PriorityClass, metaclass=_PriorityClassEnumTypeWrapper):
+    """Who goes first when not all can."""
+
+PRIORITY_CLASS_UNSPECIFIED: PriorityClass.ValueType  # 0
+"""Online."""
+PRIORITY_CLASS_ONLINE: PriorityClass.ValueType  # 1
+"""Somebody waits for the answer."""
+PRIORITY_CLASS_OFFLINE: PriorityClass.ValueType  # 2
+"""Served while no online request waits, or after it has waited long."""
+Global___PriorityClass: _TypeAlias = PriorityClass  # noqa: Y015
+
 class _PlacementMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -63,6 +87,9 @@ class PlaceRequest(_message.Message):
         CACHE_SALT_FIELD_NUMBER: _builtins.int
         EXCLUDED_WORKER_IDS_FIELD_NUMBER: _builtins.int
         PRIORITY_FIELD_NUMBER: _builtins.int
+        TENANT_FIELD_NUMBER: _builtins.int
+        PRIORITY_CLASS_FIELD_NUMBER: _builtins.int
+        TTFT_OBJECTIVE_MS_FIELD_NUMBER: _builtins.int
         request_id: _builtins.str
         """Id from the gateway."""
         model: _builtins.str
@@ -72,7 +99,17 @@ class PlaceRequest(_message.Message):
         cache_salt: _builtins.str
         """Blocks are shared only between requests with the same salt."""
         priority: _builtins.int
-        """Smaller is sooner; requests of equal priority are served in order."""
+        """Smaller is sooner; requests of one tenant and of equal priority are served
+        in order.
+        """
+        tenant: _builtins.str
+        """Tenants that wait get equal shares. All requests without one are one tenant's."""
+        priority_class: Global___PriorityClass.ValueType
+        """Unspecified is online."""
+        ttft_objective_ms: _builtins.int
+        """Within which time from now the first token is wanted: a request that could
+        not have it is refused at once. 0: whatever the scheduler's settings say.
+        """
         @_builtins.property
         def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
             """The prompt; hashed for the prefix lookup, never interpreted."""
@@ -91,30 +128,75 @@ class PlaceRequest(_message.Message):
             cache_salt: _builtins.str = ...,
             excluded_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
             priority: _builtins.int = ...,
+            tenant: _builtins.str = ...,
+            priority_class: Global___PriorityClass.ValueType = ...,
+            ttft_objective_ms: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "excluded_worker_ids", b"excluded_worker_ids", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "excluded_worker_ids", b"excluded_worker_ids", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "priority_class", b"priority_class", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "tenant", b"tenant", "ttft_objective_ms", b"ttft_objective_ms"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
     class PrefillDone(_message.Message):
-        """The first token exists."""
+        """The first token exists, on whichever worker."""
 
         DESCRIPTOR: _descriptor.Descriptor
 
+        TIMINGS_FIELD_NUMBER: _builtins.int
+        NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+        num_cached_tokens: _builtins.int
+        """Prompt tokens that the worker did not have to compute."""
+        @_builtins.property
+        def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StageTiming]:
+            """Stages that are over, as far as the caller knows them."""
+
         def __init__(
             self,
+            *,
+            timings: _abc.Iterable[_types_pb2.StageTiming] | None = ...,
+            num_cached_tokens: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "timings", b"timings"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Finished(_message.Message):
+        """The sequence is complete."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TIMINGS_FIELD_NUMBER: _builtins.int
+        NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+        num_output_tokens: _builtins.int
+        """Tokens produced."""
+        num_cached_tokens: _builtins.int
+        """Prompt tokens that the decode worker did not have to compute or to pull."""
+        @_builtins.property
+        def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StageTiming]:
+            """All stages."""
+
+        def __init__(
+            self,
+            *,
+            timings: _abc.Iterable[_types_pb2.StageTiming] | None = ...,
+            num_output_tokens: _builtins.int = ...,
+            num_cached_tokens: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "timings", b"timings"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     ADMIT_FIELD_NUMBER: _builtins.int
     PREFILL_DONE_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admit(self) -> Global___PlaceRequest.Admit:
         """First message: ask for a place."""
@@ -123,17 +205,22 @@ class PlaceRequest(_message.Message):
     def prefill_done(self) -> Global___PlaceRequest.PrefillDone:
         """The first token exists."""
 
+    @_builtins.property
+    def finished(self) -> Global___PlaceRequest.Finished:
+        """The sequence is complete."""
+
     def __init__(
         self,
         *,
         admit: Global___PlaceRequest.Admit | None = ...,
         prefill_done: Global___PlaceRequest.PrefillDone | None = ...,
+        finished: Global___PlaceRequest.Finished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "prefill_done", b"prefill_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "finished", b"finished", "prefill_done", b"prefill_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "prefill_done", b"prefill_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "finished", b"finished", "prefill_done", b"prefill_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admit", "prefill_done"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admit", "prefill_done", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -183,7 +270,8 @@ class Placement(_message.Message):
     """How the request is served."""
     reason: _builtins.str
     """Why this mode, one of a fixed set: "isl_bounding", "prefill_remote",
-    "no_prefill_worker", "forced".
+    "no_prefill_worker", "forced", and once costs are measured "local_cheaper",
+    "remote_cheaper", "explore".
     """
     @_builtins.property
     def prefill(self) -> Global___WorkerRef:
@@ -271,6 +359,7 @@ class GetStateResponse(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     NUM_PLACEMENTS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    VERDICTS_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     """Requests waiting for a place."""
     num_placements: _builtins.int
@@ -279,20 +368,96 @@ class GetStateResponse(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerState]:
         """Workers known to be alive."""
 
+    @_builtins.property
+    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___DisaggregationVerdict]:
+        """Whether separate prefill workers pay, by model."""
+
     def __init__(
         self,
         *,
         num_waiting: _builtins.int = ...,
         num_placements: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerState] | None = ...,
+        verdicts: _abc.Iterable[Global___DisaggregationVerdict] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_placements", b"num_placements", "num_waiting", b"num_waiting", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_placements", b"num_placements", "num_waiting", b"num_waiting", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStateResponse: _TypeAlias = GetStateResponse  # noqa: Y015
+
+@_typing.final
+class DisaggregationVerdict(_message.Message):
+    """Whether separate prefill workers pay for one model, as measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Advice:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _AdviceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[DisaggregationVerdict._Advice.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        ADVICE_UNSPECIFIED: DisaggregationVerdict._Advice.ValueType  # 0
+        """Too little is measured."""
+        ADVICE_DISAGGREGATE: DisaggregationVerdict._Advice.ValueType  # 1
+        """Prefill workers pay."""
+        ADVICE_LOCAL: DisaggregationVerdict._Advice.ValueType  # 2
+        """Do not disaggregate here."""
+
+    class Advice(_Advice, metaclass=_AdviceEnumTypeWrapper):
+        """What to do."""
+
+    ADVICE_UNSPECIFIED: DisaggregationVerdict.Advice.ValueType  # 0
+    """Too little is measured."""
+    ADVICE_DISAGGREGATE: DisaggregationVerdict.Advice.ValueType  # 1
+    """Prefill workers pay."""
+    ADVICE_LOCAL: DisaggregationVerdict.Advice.ValueType  # 2
+    """Do not disaggregate here."""
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
+    NUM_PLACEMENTS_FIELD_NUMBER: _builtins.int
+    LOCAL_MS_FIELD_NUMBER: _builtins.int
+    REMOTE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    TRANSFER_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model name."""
+    advice: Global___DisaggregationVerdict.Advice.ValueType
+    """One of these."""
+    num_placements: _builtins.int
+    """Placements on which it is based."""
+    local_ms: _builtins.float
+    """What they would have taken to the first token on average, each on the decode
+    worker alone.
+    """
+    remote_ms: _builtins.float
+    """The same with a prefill worker and a transfer."""
+    prefill_tokens_per_second: _builtins.float
+    """Prompt tokens that one prefill worker computes in a second; 0 is not measured."""
+    transfer_tokens_per_second: _builtins.float
+    """Prompt tokens whose KV moves in a second; 0 is not measured."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        advice: Global___DisaggregationVerdict.Advice.ValueType = ...,
+        num_placements: _builtins.int = ...,
+        local_ms: _builtins.float = ...,
+        remote_ms: _builtins.float = ...,
+        prefill_tokens_per_second: _builtins.float = ...,
+        transfer_tokens_per_second: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "local_ms", b"local_ms", "model", b"model", "num_placements", b"num_placements", "prefill_tokens_per_second", b"prefill_tokens_per_second", "remote_ms", b"remote_ms", "transfer_tokens_per_second", b"transfer_tokens_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DisaggregationVerdict: _TypeAlias = DisaggregationVerdict  # noqa: Y015
 
 @_typing.final
 class WorkerState(_message.Message):

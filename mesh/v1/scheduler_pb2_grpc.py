@@ -58,12 +58,14 @@ class SchedulerServiceServicer:
         held, and its load is charged to the workers, for as long as the call is
         open; closing or cancelling it, queued or placed, gives everything back, and
         so does the loss of the caller. `prefill_done` moves the charge from the
-        prefill to the decode worker.
+        prefill to the decode worker; `finished` comes last, before closing. Both tell
+        how long things took, and later placements learn from it.
 
         Errors:
         INVALID_ARGUMENT    no worker could ever hold the request
         NOT_FOUND           no worker serves the model
-        RESOURCE_EXHAUSTED  the queue is full; retry after the given delay
+        RESOURCE_EXHAUSTED  the queue is full, or the first token could not come in
+        time; retry after the given delay
         DEADLINE_EXCEEDED   no placement within the caller's deadline
         UNAVAILABLE         no worker of a needed role is alive, or the scheduler
         is draining

@@ -5,8 +5,8 @@ import asyncio
 import openai
 import pytest
 
+from quality.prompts import SIX_QUESTIONS
 from tests.e2e.harness import MODEL
-from tests.prompts import SIX_QUESTIONS
 
 
 def ask(client: openai.OpenAI, kind: str, prompt: str, stream: bool) -> str:

@@ -31,7 +31,7 @@ def test_a_block_is_one_range_of_bytes_in_the_file(tmp_path: Path) -> None:
 
     data = path.read_bytes()
     start, end = 3 * LAYOUT.block_bytes, 4 * LAYOUT.block_bytes
-    assert len(data) == 5 * LAYOUT.block_bytes
+    assert len(data) == LAYOUT.generations_offset(5) + 5 * 4
     assert torch.frombuffer(bytearray(data[start:end]), dtype=torch.float32).eq(1.0).all()
     assert not any(data[:start])
     assert not any(data[end:])
@@ -49,6 +49,19 @@ def test_what_another_process_writes_into_the_file_is_seen(tmp_path: Path) -> No
 
     assert cache.tensor[1].eq(2.5).all()
     assert cache.tensor[0].eq(0.0).all()
+    cache.close()
+
+
+def test_generations_are_behind_the_blocks_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    cache = KvCache(LAYOUT, 3, str(path))
+
+    cache.generations[2] = 0x01020304
+
+    offset = LAYOUT.generations_offset(3)
+    assert offset % mmap.PAGESIZE == 0
+    assert offset >= 3 * LAYOUT.block_bytes
+    assert path.read_bytes()[offset:] == bytes(8) + b"\4\3\2\1"
     cache.close()
 
 
@@ -98,7 +111,7 @@ def test_the_segment_of_a_killed_engine_is_replaced(tmp_path: Path) -> None:
 
     cache = KvCache(LAYOUT, 2, str(path))
 
-    assert path.stat().st_size == 2 * LAYOUT.block_bytes
+    assert path.stat().st_size == LAYOUT.generations_offset(2) + 2 * 4
     assert cache.tensor.eq(0.0).all()
     cache.close()
 

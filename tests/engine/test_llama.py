@@ -17,7 +17,7 @@ from engine.forward_batch import SequenceSlice, build_batch
 from engine.kv_cache import KvCache
 from engine.loader import WeightsError, check_weights, load_weights
 from engine.models.registry import BackendError, LoadedModel, load_model
-from tests.prompts import SIX_QUESTIONS, VARIED_PROMPTS
+from quality.prompts import SIX_QUESTIONS, VARIED_PROMPTS
 from tests.tiny_llama import make_tiny_model, reference_logits
 
 BLOCK_SIZE = 4

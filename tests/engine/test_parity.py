@@ -13,7 +13,7 @@ from engine.engine import Engine, build_engine
 from engine.request import Request, TokenOutput
 from engine.sampling import SamplingParams
 from mesh.block_keys import BlockKeys, layout_fingerprint
-from tests.prompts import VARIED_PROMPTS
+from quality.prompts import VARIED_PROMPTS
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -82,6 +82,7 @@ async def test_mesh_without_prefill_worker_can_serve(
 async def test_worker_that_takes_no_step_is_unready_until_it_moves() -> None:
     # ST-16
     async with FakeMesh() as mesh, run_gateway(mesh, health_stall_s=0.3) as gateway:
+        await until(gateway, 200)
         load = types_pb2.EngineLoad(num_running=3, num_steps=10)
         mesh.scheduler.loads["decode-0"] = load
         body = await until(gateway, 503)

@@ -112,6 +112,24 @@ async def test_what_is_no_http_is_answered_in_openais_form(
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+async def test_offer_to_upgrade_is_ignored(gateway: RunningGateway) -> None:
+    # Java's HttpClient offers h2c with every first request.
+    body = json.dumps(chat()).encode()
+    sent = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+        b"Host: x\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
+        b"Content-Type: application/json\r\n"
+        + f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(sent)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    writer.close()
+
+    assert head.startswith(b"HTTP/1.1 200 OK")
+
+
 @pytest.mark.parametrize("size", [100_000, 2_000_000])
 async def test_huge_head_is_refused(gateway: RunningGateway, size: int) -> None:
     sent = b"GET /live HTTP/1.1\r\nhost: x\r\nx-big: " + b"y" * size

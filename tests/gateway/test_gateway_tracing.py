@@ -204,12 +204,14 @@ async def test_failed_requests_are_logged_with_their_reason(
         decode.faults = [Fault(after=2, error=WorkerUnavailable("gone"), num_calls=9)]
 
     await events(http, CHAT, chat(stream=True))
-    await http.post(CHAT, json=chat(temperature=9))
+    await http.post(CHAT, json=chat(temperature=9), headers={"x-request-id": "mine"})
 
     lost, refused = [one.__dict__ for one in caplog.records if one.message == "request finished"]
     assert (lost["status"], lost["error"], lost["attempts"]) == (503, "WORKER_UNAVAILABLE", 3)
     assert lost["finish_reason"] is None
     assert (refused["status"], refused["error"]) == (400, "INVALID_REQUEST")
+    assert refused["client_request_id"] == "mine"
+    assert refused["request_id"] != "mine"
 
 
 def sample(name: str, **labels: str) -> float:

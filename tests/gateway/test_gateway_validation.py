@@ -1,5 +1,6 @@
 """Parameters: what is accepted, what is refused, and what reaches the workers."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -484,7 +485,13 @@ async def test_other_choices_start_when_the_first_has_its_prompt_computed(
     http: httpx.AsyncClient, mesh: FakeMesh
 ) -> None:
     # GW-22: they find the prompt in the prefix cache.
-    await http.post(CHAT, json=chat(n=3))
+    mesh.prefill.steps = asyncio.Semaphore(0)
+    asking = asyncio.create_task(http.post(CHAT, json=chat(n=3)))
+    await mesh.prefill.was_active.wait()
+    assert len(mesh.scheduler.admits) == 1
+    for _ in range(3):
+        mesh.prefill.steps.release()
+    await asking
 
     first, *others = mesh.prefill.requests
     assert first.request_id.endswith("-0")

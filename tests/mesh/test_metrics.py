@@ -1,10 +1,13 @@
 import math
+import urllib.request
+from collections.abc import Callable, Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mesh import metrics
 from mesh.errors import REASONS
+from mesh.ports import find_free_ports
 
 
 def samples() -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -21,11 +24,11 @@ def value(name: str, **labels: str) -> float:
 
 
 def test_counters_are_rendered_for_prometheus() -> None:
-    before = value("pdmesh_disagg_decisions_total", decision="local", reason="isl_bounding")
+    before = value("pdmesh_disagg_decision_total", decision="local", reason="isl_bounding")
 
     metrics.DISAGG_DECISIONS.add(2, {"decision": "local", "reason": "isl_bounding"})
 
-    after = value("pdmesh_disagg_decisions_total", decision="local", reason="isl_bounding")
+    after = value("pdmesh_disagg_decision_total", decision="local", reason="isl_bounding")
     assert after == before + 2
     assert metrics.render()[1].startswith("text/plain")
 
@@ -58,7 +61,7 @@ def test_allowed_values_are_bounded_too() -> None:
 
 def test_a_label_that_was_not_declared_is_a_bug() -> None:
     with pytest.raises(KeyError):
-        metrics.PREEMPTIONS.add(1, {"request_id": "req-1"})
+        metrics.LEASE_EXPIRIES.add(1, {"request_id": "req-1"})
 
 
 def test_every_reason_of_the_taxonomy_has_its_own_series() -> None:
@@ -126,6 +129,42 @@ def test_gauges_tell_their_watchers_apart_by_label() -> None:
     assert value("pdmesh_scheduler_workers", role="decode") == 3
     for stop in stops:
         stop()
+
+
+def test_what_is_counted_elsewhere_is_a_counter_here() -> None:
+    num_preemptions = 5
+    unwatch = metrics.PREEMPTIONS.watch(lambda: num_preemptions)
+    try:
+        assert value("pdmesh_preemptions_total") == 5
+        num_preemptions = 6
+        assert value("pdmesh_preemptions_total") == 6
+    finally:
+        unwatch()
+
+
+def test_every_instrument_is_described_once() -> None:
+    names = [one.name for one in metrics.describe()]
+
+    assert len(names) == len(set(names)) > 30
+    assert all(one.text and one.service for one in metrics.describe())
+
+
+@pytest.fixture
+def stop_listening() -> Iterator[list[Callable[[], None]]]:
+    stops: list[Callable[[], None]] = []
+    yield stops
+    for stop in stops:
+        stop()
+
+
+def test_metrics_are_served_over_http(stop_listening: list[Callable[[], None]]) -> None:
+    [port] = find_free_ports(1)
+
+    stop_listening.append(metrics.listen(f"127.0.0.1:{port}"))
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        assert "pdmesh_disagg_decision" in response.read().decode()
+        assert response.headers["content-type"].startswith("text/plain")
 
 
 def test_a_gauge_that_fails_does_not_take_the_others_down() -> None:

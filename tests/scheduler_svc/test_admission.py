@@ -4,21 +4,16 @@ import asyncio
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.errors import DeadlineExceeded, InvalidRequest, QueueFull, WorkerUnavailable
-from scheduler_svc.admission import AdmissionQueue, QueueSettings
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from scheduler_svc.admission import AdmissionQueue, Claim, PriorityClass, QueueSettings
+from scheduler_svc.fair_queue import FairQueue
+from tests.fakes import FakeClock
 
 
 @dataclass
@@ -41,6 +36,15 @@ class Room:
         self.num_free += size
 
 
+@dataclass(eq=False)
+class PaperEntry:
+    tenant: str
+    arrival: int
+    num_tokens: int
+    priority: int = 0
+    entered_at: float = 0.0
+
+
 class Caller:
     """One request: it enters, and holds what it gets until it is told to leave."""
 
@@ -51,6 +55,9 @@ class Caller:
         *,
         lane: Hashable = "m",
         priority: int = 0,
+        tenant: str = "",
+        priority_class: PriorityClass = PriorityClass.ONLINE,
+        num_tokens: int = 0,
         timeout_s: float = 60,
         on_grant: Callable[[], None] = lambda: None,
     ) -> None:
@@ -59,12 +66,11 @@ class Caller:
         self.granted = asyncio.Event()
         self.leaving = asyncio.Event()
         self._on_grant = on_grant
-        self.task = asyncio.create_task(self._run(queue, priority, timeout_s))
+        claim = Claim(lane, tenant, priority_class, priority, num_tokens or max(size, 1))
+        self.task = asyncio.create_task(self._run(queue, claim, timeout_s))
 
-    async def _run(self, queue: AdmissionQueue[int, int], priority: int, timeout_s: float) -> None:
-        async with queue.admitted(
-            self.size, lane=self.lane, priority=priority, timeout_s=timeout_s
-        ):
+    async def _run(self, queue: AdmissionQueue[int, int], claim: Claim, timeout_s: float) -> None:
+        async with queue.admitted(self.size, claim, timeout_s):
             self.granted.set()
             self._on_grant()
             await self.leaving.wait()
@@ -81,17 +87,20 @@ async def settle() -> None:
 
 
 def make_queue(
-    room: Room, clock: FakeClock | None = None, **changes: float
+    room: Room,
+    clock: FakeClock | None = None,
+    may_start: Callable[[int], bool] = lambda size: True,
+    **changes: float,
 ) -> AdmissionQueue[int, int]:
     bounds = QueueSettings(**changes)  # type: ignore[arg-type]
-    return AdmissionQueue(room.grant, room.release, bounds, clock or FakeClock())
+    return AdmissionQueue(room.grant, room.release, bounds, clock or FakeClock(), may_start)
 
 
 async def test_request_is_granted_at_once_when_there_is_room() -> None:
     room = Room(1)
     queue = make_queue(room)
 
-    async with queue.admitted(1, lane="m", priority=0, timeout_s=1) as grant:
+    async with queue.admitted(1, Claim("m"), 1) as grant:
         assert (grant, room.num_free, queue.num_admitted) == (1, 0, 1)
 
     assert (room.num_free, queue.num_admitted, queue.num_waiting) == (1, 0, 0)
@@ -148,6 +157,162 @@ async def test_waiting_long_enough_beats_any_priority() -> None:
     await urgent.leave()
 
 
+async def served_in_order(queue: AdmissionQueue[int, int], callers: list[Caller]) -> list[Caller]:
+    """One at a time, until all were served."""
+    order: list[Caller] = []
+    while len(order) < len(callers):
+        await settle()
+        [current] = [one for one in callers if one.granted.is_set() and one not in order]
+        order.append(current)
+        await current.leave()
+    return order
+
+
+async def test_tenant_with_many_requests_does_not_delay_one_with_few() -> None:
+    queue = make_queue(Room(1), quantum=1)
+    holder = Caller(queue)
+    await settle()
+    flood = [Caller(queue, tenant="flood") for _ in range(20)]
+    await settle()
+    few = [Caller(queue, tenant="few") for _ in range(3)]
+    await settle()
+    await holder.leave()
+
+    order = await served_in_order(queue, [*flood, *few])
+
+    assert max(order.index(one) for one in few) <= 6
+    assert [one for one in order if one in flood] == flood
+
+
+async def test_shares_are_counted_in_tokens_not_in_requests() -> None:
+    queue = make_queue(Room(1), quantum=100)
+    holder = Caller(queue)
+    await settle()
+    large = [Caller(queue, tenant="large", num_tokens=400) for _ in range(10)]
+    small = [Caller(queue, tenant="small", num_tokens=100) for _ in range(40)]
+    await settle()
+    await holder.leave()
+
+    order = await served_in_order(queue, [*large, *small])
+
+    # After half of all tokens, each has had about half of them.
+    half = order[:25]
+    assert 4 <= sum(one in large for one in half) <= 6
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=12), min_size=2, max_size=4))
+def test_tenants_that_wait_never_fall_behind_by_more_than_a_turn(costs: list[list[int]]) -> None:
+    quantum, now = 100, 0.0
+    queue: FairQueue[PaperEntry] = FairQueue(quantum=quantum, max_overtaken_s=30)
+    arrivals = count()
+    for tenant, own in enumerate(costs):
+        for cost in own:
+            queue.add(PaperEntry(str(tenant), next(arrivals), cost))
+    served = dict.fromkeys(map(str, range(len(costs))), 0)
+    bound = quantum + max(cost for own in costs for cost in own)
+
+    while len(queue.num_queued_by_tenant) == len(costs):
+        entry = queue.next(now, lambda one: True)
+        assert entry is not None
+        # The answer stands until something changes.
+        assert queue.next(now, lambda one: True) is entry
+        queue.charge(entry)
+        queue.remove(entry)
+        served[entry.tenant] += entry.num_tokens
+        assert max(served.values()) - min(served.values()) <= 2 * bound
+
+
+async def test_offline_requests_wait_for_online_ones_but_not_for_ever() -> None:
+    clock = FakeClock()
+    queue = make_queue(Room(1), clock, max_overtaken_s=30)
+    holder = Caller(queue)
+    await settle()
+    offline = Caller(queue, priority_class=PriorityClass.OFFLINE)
+    await settle()
+    online = [Caller(queue) for _ in range(3)]
+    await settle()
+
+    await holder.leave()
+    await settle()
+    assert online[0].granted.is_set()
+    await online[0].leave()
+    await settle()
+    assert online[1].granted.is_set()
+    clock.now += 30
+    await online[1].leave()
+    await settle()
+
+    assert offline.granted.is_set()
+    await offline.leave()
+    await online[2].leave()
+
+
+async def test_full_queue_turns_the_least_entitled_away() -> None:
+    queue = make_queue(Room(1), max_num_waiting=3)
+    holder = Caller(queue)
+    await settle()
+    first = [Caller(queue, tenant="flood") for _ in range(2)]
+    await settle()
+    job = Caller(queue, tenant="few", priority_class=PriorityClass.OFFLINE)
+    await settle()
+
+    last = Caller(queue, tenant="flood")
+    await settle()
+    with pytest.raises(QueueFull):
+        await job.task
+    few = Caller(queue, tenant="few")
+    await settle()
+    with pytest.raises(QueueFull):
+        await last.task
+
+    assert queue.num_waiting == 3
+    await holder.leave()
+    await asyncio.gather(*(one.leave() for one in [*first, few]))
+
+
+async def test_request_that_may_not_start_yet_holds_nobody_back() -> None:
+    allowed: set[int] = {1}
+    queue = make_queue(Room(4), may_start=allowed.__contains__)
+    long, short = Caller(queue, 3), Caller(queue, 1)
+    await settle()
+    assert (long.granted.is_set(), short.granted.is_set()) == (False, True)
+
+    allowed.add(3)
+    await short.leave()
+    await settle()
+
+    assert long.granted.is_set()
+    await long.leave()
+
+
+# KV-18
+async def test_large_prompt_starts_within_the_bound_under_a_flow_of_small_ones() -> None:
+    clock = FakeClock()
+    queue = make_queue(Room(4), clock, max_overtaken_s=30)
+    flow = [Caller(queue, 1, priority=-1) for _ in range(4)]
+    await settle()
+    entered_at = clock.now
+    large = Caller(queue, 4, priority=0)
+    await settle()
+
+    while not large.granted.is_set():
+        # One a second leaves, and the next one is there already.
+        flow.append(Caller(queue, 1, priority=-1))
+        await settle()
+        clock.now += 1
+        running = [one for one in flow if one.granted.is_set() and not one.task.done()]
+        if running:
+            await running[0].leave()
+        await settle()
+
+    # The bound, and the time in which those before it leave.
+    assert clock.now - entered_at <= 30 + 4
+    await large.leave()
+    for one in flow:
+        await one.leave()
+
+
 async def test_large_request_is_not_overtaken_by_small_ones_of_its_lane() -> None:
     # KV-18
     queue = make_queue(Room(4))
@@ -186,13 +351,13 @@ async def test_full_queue_refuses_with_a_delay_from_the_recent_pace() -> None:
     clock = FakeClock()
     queue = make_queue(Room(1), clock, max_num_waiting=1)
     for _ in range(3):
-        async with queue.admitted(1, lane="m", priority=0, timeout_s=1):
+        async with queue.admitted(1, Claim("m"), 1):
             clock.now += 4
     holder, waiter = Caller(queue), Caller(queue)
     await settle()
 
     with pytest.raises(QueueFull) as caught:
-        async with queue.admitted(1, lane="m", priority=0, timeout_s=1):
+        async with queue.admitted(1, Claim("m"), 1):
             pass
 
     # One ends every 4 s, and two must end first.
@@ -207,7 +372,7 @@ async def test_queue_that_is_full_for_one_lane_lets_another_one_through() -> Non
     waiter = Caller(queue, 2, lane="large")
     await settle()
 
-    async with queue.admitted(1, lane="small", priority=0, timeout_s=1):
+    async with queue.admitted(1, Claim("small"), 1):
         assert queue.num_waiting == 1
 
     waiter.task.cancel()
@@ -264,7 +429,7 @@ async def test_waiter_whose_time_is_up_gets_deadline_exceeded() -> None:
     queue = make_queue(Room(0))
 
     with pytest.raises(DeadlineExceeded):
-        async with queue.admitted(1, lane="m", priority=0, timeout_s=0.01):
+        async with queue.admitted(1, Claim("m"), 0.01):
             pass
 
     assert queue.num_waiting == 0
@@ -275,7 +440,7 @@ async def test_error_in_the_block_releases_the_grant_and_passes_through() -> Non
     queue = make_queue(room)
 
     with pytest.raises(TimeoutError):
-        async with queue.admitted(1, lane="m", priority=0, timeout_s=1):
+        async with queue.admitted(1, Claim("m"), 1):
             raise TimeoutError("of the caller")
 
     assert room.num_free == 1
@@ -286,10 +451,10 @@ async def test_request_that_waits_in_vain_gets_the_error_and_blocks_nobody() -> 
     queue = make_queue(room)
 
     with pytest.raises(InvalidRequest):
-        async with queue.admitted(-1, lane="m", priority=0, timeout_s=1):
+        async with queue.admitted(-1, Claim("m"), 1):
             pass
 
-    async with queue.admitted(1, lane="m", priority=0, timeout_s=1):
+    async with queue.admitted(1, Claim("m"), 1):
         assert room.num_free == 0
 
 

@@ -20,21 +20,21 @@ class FakeIndex:
         self.error = error
         self.asked: list[list[bytes]] = []
 
-    async def longest_prefix(self, model: str, keys: list[bytes]) -> dict[str, int]:
+    async def longest_prefix(self, model: str, keys: list[bytes]) -> dict[str, PrefixHit]:
         self.asked.append(keys)
         if self.error is not None:
             raise self.error
         num_blocks = 0
         while num_blocks < len(keys) and keys[num_blocks] in self.held:
             num_blocks += 1
-        return {"p0@1": num_blocks} if num_blocks else {}
+        return {"p0@1": PrefixHit(num_blocks)} if num_blocks else {}
 
 
 class HangingIndex:
     def __init__(self) -> None:
         self.num_asked = 0
 
-    async def longest_prefix(self, model: str, keys: list[bytes]) -> dict[str, int]:
+    async def longest_prefix(self, model: str, keys: list[bytes]) -> dict[str, PrefixHit]:
         self.num_asked += 1
         await asyncio.Event().wait()
         raise AssertionError

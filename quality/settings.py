@@ -1,0 +1,51 @@
+"""Engine settings by name, so that a new number format needs nothing new here."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from engine.config import EngineConfig
+
+# What does not change any number, or is a place.
+_NOT_SETTINGS = frozenset({"model_path", "segment_path"})
+
+
+class SettingsError(Exception):
+    """A setting is unknown or cannot have this value."""
+
+
+def engine_config(model_path: Path, assignments: Sequence[str]) -> EngineConfig:
+    """Read NAME=VALUE pairs into a config.
+
+    Raises:
+        SettingsError: with the name, and the nearest one that exists.
+    """
+    names = {field.name for field in fields(EngineConfig)} - _NOT_SETTINGS
+    values: dict[str, Any] = {"model_path": model_path}
+    for assignment in assignments:
+        name, separator, value = assignment.partition("=")
+        if not separator:
+            raise SettingsError(f"{assignment!r}: expected NAME=VALUE")
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise SettingsError(f"the engine has no setting {name!r}{hint}")
+        values[name] = value
+    try:
+        return TypeAdapter(EngineConfig).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SettingsError(f"{first['loc'][0]}: {first['msg']}") from None
+
+
+def describe(config: EngineConfig) -> Mapping[str, Any]:
+    """Every setting that can change what is computed, as JSON."""
+    return {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.name not in _NOT_SETTINGS
+    }

@@ -1,0 +1,185 @@
+"""KV that moves while it is computed, or that colder tiers have: what the engine is told."""
+
+import pytest
+
+from engine.block_pool import BlockEvents
+from engine.engine import Engine
+from engine.request import PrefillProgress, RemoteKvWanted, Request, TokenOutput
+from engine.sampling import SamplingParams
+from tests.fakes import (
+    make_engine,
+    naive_generate,
+    run_to_end,
+    run_until_stalled,
+    token_ids_of,
+)
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+BLOCK_SIZE = 4
+
+
+def prompt_of(num_tokens: int, first: int = 3) -> list[int]:
+    return [(first * 7 + 11 * index) % 37 + 3 for index in range(num_tokens)]
+
+
+def wanted_of(engine: Engine, request: Request) -> RemoteKvWanted:
+    engine.add_request(request)
+    [wanted] = [event for event in engine.step() if isinstance(event, RemoteKvWanted)]
+    return wanted
+
+
+def is_idle(engine: Engine) -> bool:
+    return engine.load().num_free_blocks == engine.num_blocks
+
+
+def test_a_prefill_says_from_its_first_chunk_on_where_its_blocks_lie() -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    engine.add_request(Request("r", prompt_of(20), GREEDY, hold_blocks=True))
+
+    events = run_until_stalled(engine)
+
+    progress = [event for event in events if isinstance(event, PrefillProgress)]
+    [first] = [event for event in events if isinstance(event, TokenOutput)]
+    assert [event.num_computed_tokens for event in progress] == [8, 16]
+    for event in progress:
+        assert event.block_ids == first.held_block_ids
+        assert event.block_generations == first.held_block_generations == (1,) * 5
+    engine.release_hold("r")
+
+
+def test_progress_of_a_request_that_nobody_takes_over_names_no_blocks() -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    engine.add_request(Request("r", prompt_of(20), GREEDY))
+
+    [event] = engine.step()
+
+    assert isinstance(event, PrefillProgress)
+    assert event.block_ids == event.block_generations == ()
+
+
+def test_a_block_that_gets_new_content_has_a_new_generation() -> None:
+    engine = make_engine(num_blocks=6)
+    engine.add_request(Request("old", prompt_of(20), GREEDY, hold_blocks=True))
+    [old] = [e for e in run_until_stalled(engine) if isinstance(e, TokenOutput)]
+    engine.release_hold("old")
+    # Cached content that is found again is the old content.
+    engine.add_request(Request("same", prompt_of(20), GREEDY, hold_blocks=True))
+    [same] = [e for e in run_until_stalled(engine) if isinstance(e, TokenOutput)]
+    engine.release_hold("same")
+
+    run_to_end(engine, Request("new", prompt_of(20, first=9), SamplingParams(4, temperature=0.0)))
+
+    assert same.held_block_ids[:4] == old.held_block_ids[:4]
+    assert same.held_block_generations[:4] == old.held_block_generations[:4]
+    now = engine._pool.generations_of(old.held_block_ids)
+    assert all(
+        after > before for before, after in zip(old.held_block_generations, now, strict=True)
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [7, 8, 9])
+def test_a_token_that_comes_with_the_kv_is_gone_on_from(num_tokens: int) -> None:
+    # KV-05
+    engine = make_engine()
+    prompt = prompt_of(num_tokens)
+    expected = naive_generate(prompt, GREEDY)
+    request = Request("r", prompt, GREEDY, remote_kv=True, remote_token=True)
+
+    wanted = wanted_of(engine, request)
+    engine._runner.write(wanted.block_ids, 0, prompt)  # type: ignore[attr-defined]
+    assert engine.remote_kv_done("r", expected[:1])
+
+    assert len(wanted.block_ids) == -(-num_tokens // BLOCK_SIZE)
+    assert token_ids_of(run_to_end(engine)["r"]) == expected[1:]
+    assert is_idle(engine)
+
+
+def test_a_token_that_comes_without_its_kv_is_not_produced_again() -> None:
+    # KV-20
+    engine = make_engine()
+    prompt = prompt_of(9)
+    expected = naive_generate(prompt, GREEDY)
+    request = Request("r", prompt, GREEDY, remote_kv=True, remote_token=True)
+
+    wanted_of(engine, request)
+    assert engine.remote_kv_failed("r", expected[:1])
+
+    assert token_ids_of(run_to_end(engine)["r"]) == expected[1:]
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize("num_blocks", [0, 2, 4])
+def test_blocks_from_colder_tiers_are_not_computed(num_blocks: int) -> None:
+    engine = make_engine()
+    prompt = prompt_of(18)
+    request = Request("r", prompt, GREEDY, tiered_kv=True)
+
+    wanted = wanted_of(engine, request)
+    found = num_blocks * BLOCK_SIZE
+    engine._runner.write(wanted.block_ids[:num_blocks], 0, prompt[:found])  # type: ignore[attr-defined]
+    assert engine.tiered_kv_done("r", num_blocks)
+    outputs = run_to_end(engine)["r"]
+
+    assert len(wanted.keys) == len(wanted.block_ids) == 4
+    assert token_ids_of(outputs) == naive_generate(prompt, GREEDY)
+    assert outputs[-1].num_cached_tokens == found
+    assert engine.load().num_prefix_cache_hits == found
+    assert is_idle(engine)
+
+
+def test_only_full_blocks_that_are_not_cached_are_asked_of_colder_tiers() -> None:
+    engine = make_engine()
+    prompt = prompt_of(22)
+    run_to_end(engine, Request("before", prompt[:9], SamplingParams(1, temperature=0.0)))
+
+    wanted = wanted_of(engine, Request("r", prompt, GREEDY, tiered_kv=True))
+    engine._runner.write(wanted.block_ids[:1], 0, prompt[8:12])  # type: ignore[attr-defined]
+    engine.tiered_kv_done("r", 1)
+
+    assert (wanted.first_block_index, len(wanted.block_ids)) == (2, 3)
+    assert token_ids_of(run_to_end(engine)["r"]) == naive_generate(prompt, GREEDY)
+
+
+def test_a_prompt_that_is_cached_here_asks_no_colder_tier() -> None:
+    engine = make_engine()
+    run_to_end(engine, Request("before", prompt_of(9), GREEDY))
+
+    outputs = run_to_end(engine, Request("r", prompt_of(9), GREEDY, tiered_kv=True))["r"]
+
+    assert token_ids_of(outputs) == naive_generate(prompt_of(9), GREEDY)
+
+
+def test_a_request_aborted_while_a_tier_is_read_keeps_its_blocks_until_that_has_ended() -> None:
+    # KV-21
+    engine = make_engine()
+    wanted_of(engine, Request("r", prompt_of(18), GREEDY, tiered_kv=True))
+
+    engine.abort("r")
+    assert not is_idle(engine)
+    assert not engine.tiered_kv_done("r", 2)
+
+    assert is_idle(engine)
+
+
+def test_others_go_on_while_a_tier_is_read() -> None:
+    engine = make_engine()
+    wanted_of(engine, Request("slow", prompt_of(18), GREEDY, tiered_kv=True))
+
+    outputs = run_to_end(engine, Request("other", prompt_of(5, first=8), GREEDY))
+
+    assert token_ids_of(outputs["other"]) == naive_generate(prompt_of(5, first=8), GREEDY)
+    engine.tiered_kv_done("slow", 0)
+    assert token_ids_of(run_to_end(engine)["slow"]) == naive_generate(prompt_of(18), GREEDY)
+
+
+def test_stored_blocks_are_announced_with_their_places_and_generations() -> None:
+    engine = make_engine()
+    announced: list[BlockEvents] = []
+    engine.on_block_events = announced.append
+
+    engine.add_request(Request("r", prompt_of(9), GREEDY, hold_blocks=True))
+    [first] = [e for e in run_until_stalled(engine) if isinstance(e, TokenOutput)]
+
+    [events] = announced
+    assert tuple(events.block_ids) == first.held_block_ids[:2]
+    assert tuple(events.generations) == first.held_block_generations[:2]

@@ -1,0 +1,71 @@
+"""vLLM's names on /metrics, for whoever reads those."""
+
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mesh import metrics
+from mesh.vllm_names import RENAMED
+
+
+@pytest.fixture(autouse=True)
+def vllm_names() -> Iterator[None]:
+    metrics.listen(None, vllm_names=True)
+    metrics.listen(None, vllm_names=True)
+    yield
+    metrics.forget_vllm_names()
+
+
+def series(name: str) -> dict[tuple[tuple[str, str], ...], float]:
+    return {
+        tuple(sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics.render()[0].decode())
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_an_engines_gauges_have_vllms_names_and_labels() -> None:
+    stops = [
+        metrics.NUM_RUNNING.watch(lambda: 3),
+        metrics.KV_CACHE_USAGE.watch(lambda: 0.25),
+        metrics.PREFIX_CACHE_HITS.watch(lambda: 40),
+    ]
+    try:
+        [(labels, running)] = series("vllm:num_requests_running").items()
+        assert running == 3
+        assert {name for name, _ in labels} == {"model_name", "engine"}
+        assert list(series("vllm:kv_cache_usage_perc").values()) == [0.25]
+        assert list(series("vllm:prefix_cache_hits_total").values()) == [40]
+    finally:
+        for stop in stops:
+            stop()
+
+
+def test_series_that_differ_only_in_our_labels_are_added_up() -> None:
+    metrics.MODELS.allow("vllm-named")
+    model = {"gen_ai.request.model": "vllm-named"}
+    metrics.TOKENS.add(7, {"type": "prompt", **model})
+    metrics.TOKENS.add(2, {"type": "completion", **model})
+    for operation in ("chat", "text_completion"):
+        metrics.TIME_TO_FIRST_TOKEN.record(0.02, {"gen_ai.operation.name": operation, **model})
+
+    labels = (("engine", "0"), ("model_name", "vllm-named"))
+    assert series("vllm:prompt_tokens_total")[labels] == 7
+    assert series("vllm:generation_tokens_total")[labels] == 2
+    assert series("vllm:time_to_first_token_seconds_count")[labels] == 2
+    bucket = (("engine", "0"), ("le", "0.02"), ("model_name", "vllm-named"))
+    assert series("vllm:time_to_first_token_seconds_bucket")[bucket] == 2
+
+
+def test_every_renamed_family_is_one_of_ours() -> None:
+    ours = {metrics.prometheus_name(one) for one in metrics.describe()}
+
+    assert {renamed.ours for renamed in RENAMED} <= ours
+
+
+def test_without_the_setting_nothing_has_vllms_names() -> None:
+    metrics.forget_vllm_names()
+
+    assert b"vllm:" not in metrics.render()[0]

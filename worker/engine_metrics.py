@@ -1,0 +1,45 @@
+"""An engine's numbers on /metrics, as it counts them itself."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+from engine.engine import EngineStats
+from engine.loop import EngineLoop
+from mesh import metrics
+
+_WATCHED = {
+    "num_running": metrics.NUM_RUNNING,
+    "num_waiting": metrics.NUM_WAITING,
+    "num_waiting_tokens": metrics.NUM_WAITING_TOKENS,
+    "num_blocks": metrics.NUM_BLOCKS,
+    "num_free_blocks": metrics.NUM_FREE_BLOCKS,
+    "num_leases": metrics.NUM_LEASES,
+    "num_steps": metrics.STEPS,
+    "num_invalid_logits": metrics.INVALID_LOGITS,
+    "num_preemptions": metrics.PREEMPTIONS,
+    "num_recomputed_tokens": metrics.RECOMPUTED_TOKENS,
+    "num_prefix_cache_queries": metrics.PREFIX_CACHE_QUERIES,
+    "num_prefix_cache_hits": metrics.PREFIX_CACHE_HITS,
+}
+
+
+@contextmanager
+def watched_engine(engine: EngineLoop, model: str) -> Iterator[None]:
+    """Report what `engine` does for as long as the block lasts."""
+    metrics.MODELS.allow(model)
+    with ExitStack() as stack:
+        for field, instrument in _WATCHED.items():
+            stack.callback(instrument.watch(partial(_read, engine.load, field)))
+        stack.callback(metrics.KV_CACHE_USAGE.watch(lambda: kv_cache_usage(engine.load())))
+        stack.callback(metrics.STEP_AGE.watch(lambda: engine.last_step_age_s))
+        yield
+
+
+def kv_cache_usage(stats: EngineStats) -> float:
+    """The share of the blocks that somebody holds."""
+    return 1 - stats.num_free_blocks / stats.num_blocks
+
+
+def _read(load: Callable[[], EngineStats], field: str) -> float:
+    return float(getattr(load(), field))
