@@ -148,7 +148,12 @@ class Library:
             raise KernelError(self.functions.pdmesh_status_text(status).decode())
 
     def block_bytes(
-        self, kv_format: KvFormat, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        kv_format: KvFormat,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
     ) -> int:
         """Bytes of one KV block, scales included."""
         return int(

@@ -81,9 +81,7 @@ def make_batch(pieces: Sequence[Piece], block_size: int) -> ArrayBatch:
             position = piece.num_computed_tokens + offset
             token_ids.append(token_id)
             positions.append(position)
-            slots.append(
-                piece.blocks[position // block_size] * block_size + position % block_size
-            )
+            slots.append(piece.blocks[position // block_size] * block_size + position % block_size)
         starts.append(len(token_ids))
     tables = np.zeros((len(pieces), max(len(piece.blocks) for piece in pieces)), dtype=np.int64)
     for row, piece in zip(tables, pieces, strict=True):
@@ -163,7 +161,9 @@ def make_runner(
     return Runner(model, num_blocks, block_size)
 
 
-def reference_logits(config: SmallConfig, weights: dict[str, Any], token_ids: Sequence[int]) -> Array:
+def reference_logits(
+    config: SmallConfig, weights: dict[str, Any], token_ids: Sequence[int]
+) -> Array:
     """All positions' logits in float64, by the textbook."""
     w = {name: _float64(weight) for name, weight in weights.items()}
     cosine, sine = (table.astype(np.float64) for table in rope_tables(config.head_dim))
@@ -185,7 +185,10 @@ def reference_logits(config: SmallConfig, weights: dict[str, Any], token_ids: Se
         scores = q @ k.swapaxes(1, 2) / np.sqrt(config.head_dim) + mask
         weights_ = np.exp(scores - scores.max(axis=-1, keepdims=True))
         attended = weights_ / weights_.sum(axis=-1, keepdims=True) @ v
-        x = x + attended.swapaxes(0, 1).reshape(length, -1) @ w[f"{layer}.self_attn.o_proj.weight"].T
+        x = (
+            x
+            + attended.swapaxes(0, 1).reshape(length, -1) @ w[f"{layer}.self_attn.o_proj.weight"].T
+        )
         h = _rms_norm(x, w[f"{layer}.post_attention_layernorm.weight"], config.rms_norm_eps)
         gate, up = (h @ w[f"{layer}.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w[f"{layer}.mlp.down_proj.weight"].T

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -56,7 +56,7 @@ def test_what_was_built_once_is_taken_from_the_cache(
 ) -> None:
     built: list[Path] = []
 
-    def fake_build(target: Path) -> Path:
+    def fake_build(target: Path, extra_flags: Sequence[str]) -> Path:
         target.parent.mkdir(parents=True)
         target.write_bytes(b"")
         built.append(target)
@@ -80,7 +80,7 @@ def test_a_library_older_than_its_sources_is_not_used(
     stale.write_bytes(b"")
     os.utime(stale, (1, 1))
     monkeypatch.setattr(build, "SOURCE_FOLDER", sources)
-    monkeypatch.setattr(build, "build", lambda target: target)
+    monkeypatch.setattr(build, "build", lambda target, extra_flags: target)
 
     chosen = build.ensure_library()
 

@@ -4,11 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
-from engine.kernels.formats import KvFormat, WeightFormat
-from engine.kernels.library import KernelError, Library
-from engine.kernels.native_llama import NativeLlama, pack_model
-from engine.kernels.quantize import quantize
 from kernel_models import (
     Piece,
     Runner,
@@ -19,6 +14,11 @@ from kernel_models import (
     reference_logits,
     rope_tables,
 )
+
+from engine.kernels.formats import KvFormat, WeightFormat
+from engine.kernels.library import KernelError, Library
+from engine.kernels.native_llama import NativeLlama, pack_model
+from engine.kernels.quantize import quantize
 
 FORMATS = list(WeightFormat)
 KV_FORMATS = list(KvFormat)
@@ -87,7 +87,8 @@ def test_quantized_weights_stay_close_to_float64_on_the_same_values(
     is_integer = weight_format >= WeightFormat.INT8
     same = {
         name: quantize(
-            weight, eight_bits if is_integer and ("embed" in name or "head" in name) else weight_format
+            weight,
+            eight_bits if is_integer and ("embed" in name or "head" in name) else weight_format,
         ).dequantize()
         if weight.ndim == 2
         else weight

@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from kernel_models import in_arena
 
 from engine.kernels.formats import GROUP_SIZE, WeightFormat
 from engine.kernels.library import KernelError, Library, address
 from engine.kernels.pack import PackedMatrix
 from engine.kernels.quantize import MatrixWeights, quantize
-from kernel_models import in_arena
 
 Array = npt.NDArray[Any]
 
@@ -167,9 +167,7 @@ def test_exponential_is_accurate_to_single_precision(library: Library, level: st
     x = np.linspace(-87, 88, 4001, dtype=np.float32)
     out = np.empty_like(x)
 
-    library.check(
-        library.functions.pdmesh_exp(level.encode(), address(x), len(x), address(out))
-    )
+    library.check(library.functions.pdmesh_exp(level.encode(), address(x), len(x), address(out)))
 
     assert np.allclose(out, np.exp(x.astype(np.float64)), rtol=3e-7, atol=0)
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from kernel_models import Piece, Runner, SmallConfig, in_arena, random_weights, rope_tables
 
 from engine.kernels.formats import KvFormat, WeightFormat
 from engine.kernels.library import Library, address
 from engine.kernels.native_llama import NativeLlama, pack_model
 from engine.kernels.pack import gate_up_order, pack, read_packed, write_packed
 from engine.kernels.quantize import MatrixWeights, concatenate, quantize, read_q4_1, read_q8_0
-from kernel_models import Piece, Runner, SmallConfig, in_arena, random_weights, rope_tables
 
 FORMATS = list(WeightFormat)
 
@@ -209,4 +209,3 @@ def _fp8_value(code: int) -> float:
 
 
 _FP8_VALUES = np.array([_fp8_value(code) for code in range(256)])
-
