@@ -49,16 +49,23 @@ def build(target: Path, extra_flags: Sequence[str] = ()) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder, source.stem + ".o") for source in _sources()]
         commands = [
-            [compiler, *_FLAGS, *_level_flags(source.name), *extra_flags]
-            + ["-c", str(source), "-o", str(output)]
+            [
+                compiler,
+                *_FLAGS,
+                *_level_flags(source.name),
+                *extra_flags,
+                "-c",
+                str(source),
+                "-o",
+                str(output),
+            ]
             for source, output in zip(_sources(), objects, strict=True)
         ]
         with ThreadPoolExecutor() as threads:
             list(threads.map(_run, commands))
         library = Path(folder, LIBRARY_NAME)
         _run(
-            [compiler, "-shared", "-pthread", *extra_flags, *map(str, objects)]
-            + ["-o", str(library)]
+            [compiler, "-shared", "-pthread", *extra_flags, *map(str, objects), "-o", str(library)]
         )
         library.replace(target)
     return target

@@ -111,8 +111,17 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pdmesh_model_sample": (c_int32, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
     "pdmesh_linear_forward": (
         c_int32,
-        [c_char_p, POINTER(LinearStruct), c_void_p, c_int64, c_int64, c_void_p, c_int64]
-        + [c_int32, c_int32],
+        [
+            c_char_p,
+            POINTER(LinearStruct),
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_void_p,
+            c_int64,
+            c_int32,
+            c_int32,
+        ],
     ),
     "pdmesh_rms_norm": (c_int32, [c_char_p, c_void_p, c_void_p, c_float, c_int64, c_void_p]),
     "pdmesh_exp": (c_int32, [c_char_p, c_void_p, c_int64, c_void_p]),

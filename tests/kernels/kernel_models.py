@@ -101,7 +101,7 @@ def random_weights(config: SmallConfig, seed: int = 0) -> dict[str, Array]:
     rng = np.random.default_rng(seed)
 
     def matrix(n: int, k: int) -> Array:
-        return (rng.standard_normal((n, k)) / np.sqrt(k)).astype(np.float32)
+        return np.asarray(rng.standard_normal((n, k)) / np.sqrt(k), dtype=np.float32)
 
     queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
     hidden, intermediate = config.hidden_size, config.intermediate_size
@@ -203,8 +203,7 @@ def in_arena(weights: MatrixWeights) -> PackedMatrix:
     if packed.scales is not None:
         arrays["scales"] = packed.scales
     arena = Arena(arrays)
-    scales = arena["scales"] if "scales" in arena else None
-    return PackedMatrix(packed.format, packed.n, packed.k, arena["data"], scales)
+    return PackedMatrix(packed.format, packed.n, packed.k, arena["data"], arena.get("scales"))
 
 
 def _float64(weight: Any) -> Array:

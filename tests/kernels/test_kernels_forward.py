@@ -1,6 +1,7 @@
 """Whole forward passes: against float64, and bit by bit across batches, chunks and threads."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,7 +231,7 @@ def test_keys_and_values_lie_where_the_layout_says(library: Library) -> None:
 
     shape = (runner.num_blocks, 1, 2, config.num_kv_heads, 4, config.head_dim)
     cache = runner.cache.view(np.float32).reshape(shape)
-    written = np.isfinite(cache).all(axis=-1)
+    written = np.asarray(np.isfinite(cache).all(axis=-1))
     assert written.sum() == 2 * 2 * config.num_kv_heads
     assert written[5, 0, :, :, :2].all()
     weights = {k: v.astype(np.float64) for k, v in random_weights(config).items()}
@@ -258,7 +259,8 @@ def test_an_index_out_of_range_is_refused_before_any_memory_is_touched(
     library: Library, field: str, value: list[int], message: str
 ) -> None:
     runner = make_runner(library)
-    batch = replace(make_batch([Piece([1], 0, [0])], 4), **{field: np.array(value)})
+    changed: dict[str, Any] = {field: np.array(value)}
+    batch = replace(make_batch([Piece([1], 0, [0])], 4), **changed)
 
     with pytest.raises(KernelError, match=message):
         runner.model.forward(batch, runner.cache, runner.num_blocks)

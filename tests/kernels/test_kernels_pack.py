@@ -199,7 +199,7 @@ def _read_rows(block: np.ndarray, kv_format: KvFormat) -> np.ndarray:
     scales = block[72:].view(np.float32)[:, None]
     if kv_format is KvFormat.INT8:
         return block[:72].view(np.int8).reshape(2, 36) * scales
-    return _FP8_VALUES[block[:72].reshape(2, 36)] * scales
+    return np.asarray(_FP8_VALUES[block[:72].reshape(2, 36)] * scales)
 
 
 def _fp8_value(code: int) -> float:
