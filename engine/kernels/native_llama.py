@@ -381,5 +381,5 @@ def _checksum(weights: Mapping[str, Weight], weight_format: WeightFormat) -> str
         for part in parts:
             if part is not None:
                 digest.update(f":{part.dtype}{part.shape}".encode())
-                digest.update(memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8)))
+                digest.update(part.tobytes())
     return digest.hexdigest()
