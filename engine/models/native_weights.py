@@ -179,9 +179,9 @@ def _contents(
     for name in matrices:
         linear = packed.linear(name)
         shapes[name] = (linear.format, linear.n, linear.k)
-        for key in (f"{name}.data", f"{name}.scales"):
-            if key in packed.arena:
-                arrays[key] = packed.arena[key]
+        arrays[f"{name}.data"] = packed.arena[f"{name}.data"]
+        if linear.scales:
+            arrays[f"{name}.scales"] = packed.arena[f"{name}.scales"]
     return arrays, shapes
 
 
