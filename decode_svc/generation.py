@@ -1,10 +1,12 @@
 """One request on the decode engine: with KV from a prefill worker, or from its own prompt."""
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from decode_svc.kv_import import KvImporter, RemoteKv
+from decode_svc.kv_holder import RemoteKv
+from decode_svc.kv_import import ComputeHere, KvImporter
 from engine.request import RemoteKvWanted, Request, TokenOutput
 from mesh.telemetry import Span, Stopwatch, use_span
 from worker.engine_port import EnginePort, RunEvent, run_request
@@ -19,10 +21,10 @@ class Transfer:
     payload_bytes: int = 0
     # Spent on an attempt that had to be given up, blocks and all.
     lost_s: float = 0.0
-
-
-class _ComputeHere(Exception):
-    """Other workers' KV is of no use to the request any more."""
+    # Went by while the prompt was still being computed: it held nobody up.
+    overlap_s: float = 0.0
+    # Came with the KV.
+    first_token_ids: list[int] = field(default_factory=list)
 
 
 class Generator:
@@ -42,17 +44,27 @@ class Generator:
         """
         if remote is not None:
             stopwatch = Stopwatch()
-            imported = replace(request, remote_kv=True)
+            imported = replace(
+                request,
+                output_token_ids=[*request.output_token_ids],
+                remote_kv=True,
+                remote_token=remote.awaits_first_token,
+            )
             try:
                 async with aclosing(self._import(imported, remote, transfer, span)) as batches:
                     async for tokens in batches:
                         yield tokens
                 return
-            except _ComputeHere:
+            except ComputeHere:
                 transfer.is_running = False
-                transfer.lost_s = stopwatch.elapsed_s
-                # The first attempt's id may belong to blocks in quarantine.
-                request = replace(request, request_id=f"{request.request_id}/again")
+                transfer.lost_s = max(0.0, stopwatch.elapsed_s - transfer.overlap_s)
+                transfer.overlap_s = 0.0
+                request = replace(
+                    request,
+                    # The first attempt's id may belong to blocks in quarantine.
+                    request_id=f"{request.request_id}/again",
+                    output_token_ids=[*request.output_token_ids, *transfer.first_token_ids],
+                )
         async with self._streams.open(run_request(self._engine, request)) as events:
             async for batch in events:
                 if tokens := _tokens(batch):
@@ -61,21 +73,28 @@ class Generator:
     async def _import(
         self, request: Request, remote: RemoteKv, transfer: Transfer, span: Span
     ) -> AsyncGenerator[list[TokenOutput], None]:
-        """Go on from remote KV; raises _ComputeHere, before any token, where there is none."""
+        """Go on from remote KV; raises ComputeHere, before any token, where there is none."""
+        started_at = time.perf_counter()
         async with self._importer.claim(request.request_id, remote) as claim:
-            if not claim.covers(request.num_tokens - 1):
-                raise _ComputeHere
-            async with self._streams.open(run_request(self._engine, request)) as events:
-                async for batch in events:
-                    for event in batch:
-                        if isinstance(event, RemoteKvWanted):
-                            transfer.is_running = True
-                            with use_span(span):
-                                claim.start_import(event, lambda: events.fail(_ComputeHere()))
-                    if tokens := _tokens(batch):
-                        transfer.is_running = False
-                        transfer.payload_bytes = claim.payload_bytes
-                        yield tokens
+            try:
+                if not claim.covers(request.num_remote_tokens):
+                    await claim.wait_for_first_token()
+                    raise ComputeHere
+                async with self._streams.open(run_request(self._engine, request)) as events:
+                    async for batch in events:
+                        for event in batch:
+                            if isinstance(event, RemoteKvWanted):
+                                transfer.is_running = True
+                                with use_span(span):
+                                    claim.start_import(event, events.fail)
+                        if tokens := _tokens(batch):
+                            transfer.is_running = False
+                            transfer.payload_bytes = claim.payload_bytes
+                            yield tokens
+            finally:
+                transfer.first_token_ids = claim.first_token_ids
+                if claim.first_token_at is not None:
+                    transfer.overlap_s = claim.first_token_at - started_at
 
 
 def _tokens(batch: Sequence[RunEvent]) -> list[TokenOutput]:

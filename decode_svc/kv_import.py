@@ -2,25 +2,22 @@
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, Self
 
-import grpc
-
+from decode_svc.kv_holder import HandoverLost, KvHolder, LeaseOver, RemoteKv
 from decode_svc.transfer_agent import PullFailed, TransferAgent
 from engine.request import RemoteKvWanted
 from mesh import metrics
 from mesh.client import Channels
-from mesh.v1 import kv_transfer_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
+from mesh.errors import KvTransferFailed
+from mesh.v1 import kv_transfer_pb2, types_pb2
 
 logger = logging.getLogger(__name__)
-
-_SHORTEST_RENEWAL_S = 0.1
-_LONGEST_RENEWAL_S = 10.0
 
 
 class Fallback(StrEnum):
@@ -33,12 +30,16 @@ class Fallback(StrEnum):
     PULL_FAILED = "pull_failed"
 
 
+class ComputeHere(Exception):
+    """Other workers' KV is of no use to the request any more."""
+
+
 class RemoteKvSink(Protocol):
     """What an import tells the engine: one of the two, once."""
 
-    def remote_kv_done(self, request_id: str) -> None: ...
+    def remote_kv_done(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None: ...
 
-    def remote_kv_failed(self, request_id: str) -> None: ...
+    def remote_kv_failed(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,6 @@ class KvImportLimits:
 
     pull_timeout_s: float = 10.0
     release_timeout_s: float = 2.0
-
-
-@dataclass(frozen=True)
-class RemoteKv:
-    """KV on a prefill worker, and until when (by time.monotonic) its request is of use."""
-
-    handle: types_pb2.KvHandle
-    deadline: float = math.inf
 
 
 class KvImporter:
@@ -66,6 +59,7 @@ class KvImporter:
         channels: Channels,
         *,
         engine_id: str,
+        transfer_address: str,
         layout_fingerprint: str,
         block_size: int,
         limits: KvImportLimits,
@@ -73,9 +67,11 @@ class KvImporter:
         self.engine = engine
         self.channels = channels
         self.engine_id = engine_id
+        # This machine's agent: the one that may write to this engine's blocks.
+        self.transfer_address = transfer_address
+        self.block_size = block_size
         self.limits = limits
         self._layout_fingerprint = layout_fingerprint
-        self._block_size = block_size
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -91,7 +87,7 @@ class KvImporter:
         """Why `handle` cannot stand for the KV of `num_tokens` tokens here, if it cannot."""
         if handle.layout_fingerprint != self._layout_fingerprint:
             return Fallback.LAYOUT_MISMATCH
-        num_blocks = -(-num_tokens // self._block_size)
+        num_blocks = -(-num_tokens // self.block_size)
         if handle.num_tokens < num_tokens or len(handle.block_ids) < num_blocks:
             return Fallback.INCOMPLETE
         return None
@@ -126,25 +122,27 @@ class KvClaim:
     def __init__(self, importer: KvImporter, request_id: str, remote: RemoteKv) -> None:
         self._importer = importer
         self._request_id = request_id
+        self._remote = remote
         self._handle = remote.handle
-        self._deadline = remote.deadline
-        self._holder = prefill_pb2_grpc.PrefillServiceStub(
-            importer.channels.get(remote.handle.holder_address)
+        self._holder = KvHolder(
+            importer.channels, remote, timeout_s=importer.limits.release_timeout_s
         )
-        self._agent = TransferAgent(importer.channels, remote.handle.transfer_address)
-        self._is_expired = False
+        self._agent = TransferAgent(importer.channels, importer.transfer_address)
         self._is_released = False
         self._is_over = False
         self.is_importing = False
         self.payload_bytes = 0
+        # What `awaits_first_token` is about, and when it came.
+        self.first_token_ids: list[int] = []
+        self.first_token_at: float | None = None
 
     async def __aenter__(self) -> Self:
-        self._renewal = asyncio.create_task(self._renew())
+        self._holder.start_renewing()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._is_over = True
-        self._renewal.cancel()
+        self._holder.stop()
         self._release_soon()
         if not self.is_importing:
             # The engine may have asked, and nobody will answer it any more.
@@ -157,107 +155,128 @@ class KvClaim:
             count_fallback(objection)
         return objection is None
 
-    def start_import(self, wanted: RemoteKvWanted, on_limbo: Callable[[], None]) -> None:
+    async def wait_for_first_token(self) -> None:
+        """Until it is known, without its KV; raises KvTransferFailed if it never will be."""
+        try:
+            async with aclosing(self._computed_tokens()) as counts:
+                async for _ in counts:
+                    pass
+        except HandoverLost as error:
+            raise KvTransferFailed(f"prefill: {error}") from error
+
+    def start_import(self, wanted: RemoteKvWanted, give_up: Callable[[Exception], None]) -> None:
         """Fetch the wanted blocks and tell the engine how that ended.
 
-        `on_limbo` is called when the transfer failed while the agent may still write.
-        The engine then keeps the blocks until it cannot, so the request has to start
-        over with others.
+        `give_up` is called with ComputeHere when the transfer failed while the agent may still
+        write: the engine then keeps the blocks until it cannot, so the request has to start
+        over with others. It is called with KvTransferFailed when not even the token is known
+        with which the request could go on.
         """
         self.is_importing = True
-        self._importer.start(self._import(wanted, on_limbo))
+        self._importer.start(self._import(wanted, give_up))
 
-    async def _import(self, wanted: RemoteKvWanted, on_limbo: Callable[[], None]) -> None:
+    async def _import(self, wanted: RemoteKvWanted, give_up: Callable[[Exception], None]) -> None:
         tell_engine = self._importer.engine.remote_kv_failed
         try:
-            fallback = await self._fetch(wanted, on_limbo)
-            if fallback is None:
+            if await self._fetch(wanted, give_up) is None:
                 tell_engine = self._importer.engine.remote_kv_done
+        except HandoverLost as error:
+            give_up(KvTransferFailed(f"prefill: {error}"))
         finally:
             # Dead or alive, the request waits for this.
-            tell_engine(self._request_id)
+            tell_engine(self._request_id, self.first_token_ids)
 
-    async def _fetch(self, wanted: RemoteKvWanted, on_limbo: Callable[[], None]) -> Fallback | None:
+    async def _fetch(
+        self, wanted: RemoteKvWanted, give_up: Callable[[Exception], None]
+    ) -> Fallback | None:
         """Fill the wanted blocks; None when they are whole and nobody has changed their source."""
-        fallback = Fallback.LEASE_EXPIRED if self._is_expired else None
+        fallback = Fallback.LEASE_EXPIRED if self._holder.is_expired else None
         may_still_write = False
-        if fallback is None and wanted.block_ids:
-            try:
-                response = await self._agent.pull(
-                    self._pull_request(wanted), self._pull_timeout_s()
-                )
-            except PullFailed as error:
-                logger.warning("pull failed", extra={"reason": str(error)})
-                fallback, may_still_write = Fallback.PULL_FAILED, error.may_still_write
-            else:
-                self.payload_bytes = response.payload_bytes
-                fallback = await self._release()
+        num_pulled = 0
+        async with aclosing(self._computed_tokens()) as counts:
+            async for num_tokens in counts:
+                end = self._num_readable_blocks(wanted, num_tokens)
+                # After a failure only the first token is still of interest.
+                if fallback is not None or end <= num_pulled:
+                    continue
+                try:
+                    await self._pull(wanted, num_pulled, end)
+                except PullFailed as error:
+                    logger.warning("pull failed", extra={"reason": str(error)})
+                    fallback, may_still_write = Fallback.PULL_FAILED, error.may_still_write
+                num_pulled = end
+        if fallback is None:
+            assert num_pulled == len(wanted.block_ids), "the last count covers everything"
+            fallback = await self._end_reading()
         self._release_soon()
         if fallback is not None and not self._is_over:
             count_fallback(fallback)
         if may_still_write and not await self._agent.is_quiet():
-            on_limbo()
+            give_up(ComputeHere())
             await self._agent.wait_until_quiet()
         return fallback
 
-    def _pull_timeout_s(self) -> float:
-        left_s = max(0.0, self._deadline - time.monotonic())
-        return min(self._importer.limits.pull_timeout_s, left_s)
+    async def _computed_tokens(self) -> AsyncGenerator[int, None]:
+        """How many tokens' KV can be read; the last count is that of the handle."""
+        if self._remote.awaits_first_token:
+            async with aclosing(self._holder.follow()) as changes:
+                async for progress in changes:
+                    if not progress.HasField("first_token_id"):
+                        yield progress.num_computed_tokens
+                        continue
+                    self.first_token_ids = [progress.first_token_id]
+                    self.first_token_at = time.perf_counter()
+        yield self._handle.num_tokens
 
-    def _pull_request(self, wanted: RemoteKvWanted) -> kv_transfer_pb2.PullRequest:
-        first = wanted.first_block_index
-        return kv_transfer_pb2.PullRequest(
+    def _num_readable_blocks(self, wanted: RemoteKvWanted, num_tokens: int) -> int:
+        """How many of the wanted blocks are computed: full ones until the prompt is."""
+        if num_tokens >= self._handle.num_tokens:
+            return len(wanted.block_ids)
+        num_blocks = num_tokens // self._importer.block_size - wanted.first_block_index
+        return min(max(0, num_blocks), len(wanted.block_ids))
+
+    async def _pull(self, wanted: RemoteKvWanted, start: int, end: int) -> None:
+        """Fill the wanted blocks from `start` to `end`; raises PullFailed."""
+        source = slice(wanted.first_block_index + start, wanted.first_block_index + end)
+        request = kv_transfer_pb2.PullRequest(
             request_id=self._request_id,
             source_engine_id=self._handle.engine_id,
-            source_block_ids=self._handle.block_ids[first : first + len(wanted.block_ids)],
+            source_block_ids=self._handle.block_ids[source],
+            source_generations=self._handle.block_generations[source],
+            source_address=self._handle.transfer_address,
             destination_engine_id=self._importer.engine_id,
-            destination_block_ids=wanted.block_ids,
+            destination_block_ids=wanted.block_ids[start:end],
         )
+        left_s = max(0.0, self._remote.deadline - time.monotonic())
+        timeout_s = min(self._importer.limits.pull_timeout_s, left_s)
+        response = await self._agent.pull(request, timeout_s)
+        self.payload_bytes += response.payload_bytes
 
-    async def _renew(self) -> None:
-        """Keep the lease while the request waits for room and while its blocks are read."""
-        expires_at_s = self._handle.lease_expires_at.ToNanoseconds() / 1e9
-        is_reported = False
-        while True:
-            # A third of what is left; bounded, for the holder's clock may differ.
-            delay_s = (expires_at_s - time.time()) / 3
-            await asyncio.sleep(min(max(delay_s, _SHORTEST_RENEWAL_S), _LONGEST_RENEWAL_S))
-            try:
-                response = await self._holder.RenewKv(
-                    prefill_pb2.RenewKvRequest(handle_id=self._handle.handle_id),
-                    timeout=self._importer.limits.release_timeout_s,
-                )
-            except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                    self._is_expired = True
-                    return
-                if not is_reported:
-                    logger.warning("lease not renewed", extra={"reason": error.details()})
-                    is_reported = True
-            else:
-                expires_at_s = response.lease_expires_at.ToNanoseconds() / 1e9
+    async def _end_reading(self) -> Fallback | None:
+        """Make sure that what was read is what the handle stands for.
 
-    async def _release(self) -> Fallback | None:
-        """Give the handle back; None when its lease was live until then."""
-        self._renewal.cancel()
+        The agent has compared the blocks' generations. Where the engine keeps none, the holder
+        has to say that the lease was live all the time.
+        """
+        if self._handle.block_generations:
+            return None
         self._is_released = True
         try:
-            response = await self._holder.ReleaseKv(
-                prefill_pb2.ReleaseKvRequest(handle_id=self._handle.handle_id),
-                timeout=self._importer.limits.release_timeout_s,
-            )
-        except grpc.aio.AioRpcError as error:
-            logger.warning("handle not released", extra={"reason": error.details()})
-            return Fallback.HOLDER_UNREACHABLE
-        return None if response.was_live else Fallback.LEASE_EXPIRED
+            await self._holder.release()
+        except LeaseOver as error:
+            return Fallback.LEASE_EXPIRED if error.is_reachable else Fallback.HOLDER_UNREACHABLE
+        return None
 
     def _release_soon(self) -> None:
         if not self._is_released:
             self._is_released = True
-            self._importer.start(self._release_without_reading())
+            self._importer.start(self._release())
 
-    async def _release_without_reading(self) -> None:
-        await self._release()
+    async def _release(self) -> None:
+        try:
+            await self._holder.release()
+        except LeaseOver as error:
+            logger.debug("nothing to release", extra={"reason": str(error)})
 
 
 def count_fallback(fallback: Fallback) -> None:

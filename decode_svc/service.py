@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -12,15 +12,17 @@ import grpc
 
 from decode_svc.config import DecodeConfig
 from decode_svc.generation import Generator, Transfer
-from decode_svc.kv_import import KvImporter, KvImportLimits, RemoteKv
-from engine.request import Request, TokenOutput
+from decode_svc.kv_holder import RemoteKv
+from decode_svc.kv_import import KvImporter, KvImportLimits
+from engine.request import Request, RequestTimings, TokenOutput
 from mesh import metrics
 from mesh.client import remaining_s
 from mesh.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from worker import translate
 from worker.engine_port import EnginePort
 from worker.host import Quiescence, Service, Worker
-from worker.spans import run_span
+from worker.load_samples import LoadSamples
+from worker.spans import end_attributes, run_span
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -42,23 +44,32 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         remote: RemoteKv | None = None
         if request.HasField("kv_handle"):
             deadline = time.monotonic() + remaining_s(context, math.inf)
-            remote = RemoteKv(request.kv_handle, deadline)
+            remote = RemoteKv(request.kv_handle, deadline, request.awaits_first_token)
         transfer = Transfer()
+        load = LoadSamples(self._engine)
         last: TokenOutput | None = None
+        num_tokens = 0
         try:
-            with run_span("decode.run", {"pdmesh.request_id": request.request_id}) as span:
+            with run_span("decode.run", decoding) as span:
                 outputs = self._generator.generate(decoding, remote, transfer, span)
                 async with aclosing(outputs):
                     async for tokens in outputs:
+                        if last is None:
+                            span.add_event("first_token")
                         last = tokens[-1]
-                        yield decode_pb2.DecodeResponse(tokens=translate.to_token_chunk(tokens))
+                        num_tokens += len(tokens)
+                        load.take()
+                        yield _to_response(tokens, transfer)
                 assert last is not None, "a request ends with a token or an error"
-                span.set_attributes(_attributes(decoding, last, transfer))
+                assert last.timings is not None, "the last token carries the timings"
+                _measure(num_tokens, last.timings, self._model)
+                span.set_attributes(end_attributes(last) | load.attributes())
+                span.set_attribute("pdmesh.kv_transfer.bytes", transfer.payload_bytes)
         except (asyncio.CancelledError, GeneratorExit):
             state = "transfer" if transfer.is_running else "decode"
             metrics.ABORTED.add(1, {"state": state})
             raise
-        yield decode_pb2.DecodeResponse(finished=_finished(last, transfer))
+        yield decode_pb2.DecodeResponse(finished=_finished(last, transfer, load))
 
     async def GetLoad(
         self, request: decode_pb2.DecodeServiceGetLoadRequest, context: Context
@@ -78,31 +89,53 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         )
 
 
-def _finished(last: TokenOutput, transfer: Transfer) -> decode_pb2.DecodeFinished:
+def _to_response(tokens: Sequence[TokenOutput], transfer: Transfer) -> decode_pb2.DecodeResponse:
+    so_far = tokens[0].timings_so_far
+    return decode_pb2.DecodeResponse(
+        tokens=translate.to_token_chunk(tokens),
+        timings=_stages(so_far, transfer) if so_far is not None else (),
+    )
+
+
+def _finished(
+    last: TokenOutput, transfer: Transfer, load: LoadSamples
+) -> decode_pb2.DecodeFinished:
     assert last.finish_reason is not None, "a decode ends for a reason"
     assert last.timings is not None, "the last token carries the timings"
-    timings = last.timings
     return decode_pb2.DecodeFinished(
         finish_reason=translate.to_finish_reason(last.finish_reason),
         matched_stop_token_id=last.matched_stop_token_id,
         num_cached_tokens=last.num_cached_tokens,
-        timings=translate.to_timings(
-            (types_pb2.STAGE_PREFILL_WAIT, timings.wait_s),
-            (types_pb2.STAGE_PREFILL_COMPUTE, timings.prefill_s),
-            (types_pb2.STAGE_KV_TRANSFER, timings.remote_kv_s + transfer.lost_s),
-            (types_pb2.STAGE_DECODE_WAIT, timings.decode_wait_s),
-            (types_pb2.STAGE_DECODE_STEPS, timings.decode_s),
-        ),
+        timings=_stages(last.timings, transfer),
         kv_transfer_bytes=transfer.payload_bytes,
+        mean_batch_size=load.mean_batch_size,
+        max_kv_cache_usage=load.max_kv_cache_usage,
+        num_preemptions=last.num_preemptions,
     )
 
 
-def _attributes(request: Request, last: TokenOutput, transfer: Transfer) -> dict[str, int]:
-    return {
-        "pdmesh.prompt_tokens": len(request.prompt_token_ids),
-        "pdmesh.cached_tokens": last.num_cached_tokens,
-        "pdmesh.kv_transfer.bytes": transfer.payload_bytes,
-    }
+def _stages(timings: RequestTimings, transfer: Transfer) -> list[types_pb2.StageTiming]:
+    """In the order in which a request goes through them."""
+    # What went by before the first token belongs to the prefill that ran meanwhile.
+    wait_overlap_s = min(transfer.overlap_s, timings.decode_wait_s)
+    kv_overlap_s = min(transfer.overlap_s - wait_overlap_s, timings.remote_kv_s)
+    return translate.to_timings(
+        (types_pb2.STAGE_PREFILL_WAIT, timings.wait_s),
+        (types_pb2.STAGE_PREFILL_COMPUTE, timings.prefill_s),
+        (types_pb2.STAGE_KV_TRANSFER, timings.remote_kv_s - kv_overlap_s + transfer.lost_s),
+        (types_pb2.STAGE_DECODE_WAIT, timings.decode_wait_s - wait_overlap_s),
+        (types_pb2.STAGE_DECODE_STEPS, timings.decode_s),
+    )
+
+
+def _measure(num_tokens: int, timings: RequestTimings, model: str) -> None:
+    """Record how fast tokens were made, for comparison with how fast clients get them."""
+    # A token that ended a prefill here took no decode step.
+    num_steps = num_tokens - 1 if timings.prefill_s else num_tokens
+    if num_steps > 0:
+        metrics.ENGINE_TIME_PER_OUTPUT_TOKEN.record(
+            timings.decode_s / num_steps, {"gen_ai.request.model": model}
+        )
 
 
 def decode_service(config: DecodeConfig) -> Service:
@@ -114,6 +147,7 @@ def decode_service(config: DecodeConfig) -> Service:
             worker.engine,
             worker.channels,
             engine_id=worker.loaded.engine_id,
+            transfer_address=config.kv_transfer_address,
             layout_fingerprint=worker.loaded.layout_fingerprint,
             block_size=config.block_size,
             limits=KvImportLimits(config.kv_pull_timeout_s, config.kv_release_timeout_s),

@@ -46,6 +46,16 @@ class EngineStats:
     num_invalid_logits: int
 
 
+@dataclass(frozen=True)
+class StepReport:
+    """What one step was, for whoever measures."""
+
+    duration_s: float
+    num_tokens: int
+    request_ids: tuple[str, ...]
+    preempted_request_ids: tuple[str, ...]
+
+
 class Engine:
     """Continuous batching over one model. Not thread-safe: `EngineLoop` owns it in a service.
 
@@ -92,9 +102,12 @@ class Engine:
         self.is_stalled = True
         # Called within `step`; may be replaced.
         self.on_block_events: Callable[[BlockEvents], None] = lambda events: None
+        # Called at the end of each `step` that computed or preempted something.
+        self.on_step: Callable[[StepReport], None] | None = None
 
     def step(self) -> list[EngineEvent]:
         """Run one forward pass over whatever is due, and commit what it produced."""
+        started_at = self._clock() if self.on_step is not None else 0.0
         batch = self._batcher.pick()
         # Evicted blocks are announced before the pass overwrites them.
         self._announce_blocks()
@@ -105,6 +118,8 @@ class Engine:
             events += self._commit(batch, tokens)
             self._announce_blocks()
         self.is_stalled = batch.is_empty or not self._batcher.has_work
+        if self.on_step is not None and not batch.is_empty:
+            self.on_step(_report(batch, self._clock() - started_at))
         return events
 
     @property
@@ -287,7 +302,10 @@ class Engine:
         request.append(token.token_id, now)
         reason = request.finish_reason(self._eos_token_ids, self.max_model_len)
         if reason is None and not request.hold_blocks:
-            return TokenOutput(request.request_id, token.token_id, token.logprobs)
+            so_far = request.timings(now) if request.num_sampled_tokens == 1 else None
+            return TokenOutput(
+                request.request_id, token.token_id, token.logprobs, timings_so_far=so_far
+            )
         held_block_ids: tuple[int, ...] = ()
         if reason is None:
             self._held[request.request_id] = _take(request.block_ids)
@@ -302,6 +320,7 @@ class Engine:
             matched_stop_token_id=token.token_id if reason is FinishReason.STOP else None,
             timings=request.timings(now),
             num_cached_tokens=request.num_cached_tokens or 0,
+            num_preemptions=request.num_preemptions,
             held_block_ids=held_block_ids,
             held_block_generations=generations,
             num_held_tokens=request.num_computed_tokens if held_block_ids else 0,
@@ -344,6 +363,15 @@ class Engine:
             return False
         self._pool.release(block_ids)
         return True
+
+
+def _report(batch: Batch, duration_s: float) -> StepReport:
+    return StepReport(
+        duration_s=duration_s,
+        num_tokens=sum(item.num_tokens for item in batch.scheduled),
+        request_ids=tuple(item.request.request_id for item in batch.scheduled),
+        preempted_request_ids=tuple(request.request_id for request in batch.preempted),
+    )
 
 
 def _take(block_ids: list[int]) -> list[int]:

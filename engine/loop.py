@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
 from engine.block_pool import BlockEvents
-from engine.engine import Engine, EngineStats
+from engine.engine import Engine, EngineStats, StepReport
 from engine.request import (
     EngineError,
     EngineEvent,
@@ -71,6 +71,10 @@ class EngineLoop:
         self._load = engine.load()
         self._busy_since: float | None = None
 
+    def observe_steps(self, observe: Callable[[StepReport], None]) -> None:
+        """Report every step from now on, on the engine's thread."""
+        self._engine.on_step = observe
+
     def start(self) -> None:
         """Start the thread; call it on the event loop that will call `generate`."""
         self._loop = asyncio.get_running_loop()
@@ -99,6 +103,7 @@ class EngineLoop:
             raise EngineStopped(self._end)
         if len(self._open) >= self._engine.max_num_requests:
             raise TooManyWaiting(f"{len(self._open)} requests are running or waiting already")
+        request.submitted_at = self._clock()
         stream = _Stream(request.request_id)
         self._open.add(stream)
         try:

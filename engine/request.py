@@ -70,6 +70,10 @@ class RequestTimings:
     decode_wait_s: float = 0.0
     decode_s: float = 0.0
 
+    @property
+    def total_s(self) -> float:
+        return self.wait_s + self.prefill_s + self.remote_kv_s + self.decode_wait_s + self.decode_s
+
 
 @dataclass(frozen=True)
 class PrefillProgress:
@@ -102,7 +106,7 @@ class RemoteKvWanted:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One produced token; the request's last one carries `timings`."""
+    """One produced token; the request's last one carries `timings`, its first `timings_so_far`."""
 
     request_id: str
     token_id: int
@@ -110,7 +114,9 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     matched_stop_token_id: int | None = None
     timings: RequestTimings | None = None
+    timings_so_far: RequestTimings | None = None
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
     # With `hold_blocks`, unless the sequence is over: what `release_hold` gives back.
     held_block_ids: tuple[int, ...] = ()
     held_block_generations: tuple[int, ...] = ()
@@ -167,8 +173,9 @@ class Request:
     # Tokens whose KV a preemption threw away, until they are computed again.
     num_lost_tokens: int = field(default=0, init=False)
     num_sampled_tokens: int = field(default=0, init=False)
-    # How often its blocks were taken away.
     num_preemptions: int = field(default=0, init=False)
+    # When somebody began to wait for it; by default when the engine gets it.
+    submitted_at: float | None = field(default=None, init=False)
     awaits_remote_kv: bool = field(default=False, init=False)
     has_remote_kv: bool = field(default=False, init=False)
     _stage_s: dict[str, float] = field(default_factory=lambda: defaultdict(float), init=False)
@@ -227,7 +234,7 @@ class Request:
     def arrive(self, arrival: int, now: float) -> None:
         """Take a place in the order of arrival, and start the clock."""
         self.arrival = arrival
-        self._entered_at = now
+        self._entered_at = now if self.submitted_at is None else self.submitted_at
 
     def enter(self, status: RequestStatus, now: float) -> None:
         """Change the status; the time since the last change belongs to the stage left."""

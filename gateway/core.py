@@ -41,6 +41,7 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
         tokenizer = Tokenizer(tokenizer_channel, encode_timeout_s=config.encode_timeout_s)
         catalog = ModelCatalog(tokenizer)
         scheduler = Scheduler(scheduler_channel, queue_timeout_s=config.queue_timeout_s)
+        stack.push_async_callback(scheduler.close)
         workers = Workers(
             channels,
             start_timeout_s=config.start_timeout_s,

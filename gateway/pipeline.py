@@ -92,7 +92,8 @@ class Pipeline:
             job.trace.decode_worker_id = placement.decode.worker_id
             if placement.prefill is None:
                 attempts.worker_id = placement.decode.worker_id
-                async with aclosing(self._workers.decode(job, placement.decode)) as chunks:
+                decoding = self._workers.decode(job, placement.decode)
+                async with aclosing(placement.observed(job, decoding)) as chunks:
                     async for chunk in chunks:
                         yield chunk
                 return
@@ -102,9 +103,10 @@ class Pipeline:
                 yield first.chunk
                 if first.chunk.finish is not None:
                     return
-                await placement.prefill_done()
+                await placement.prefill_done(job)
                 attempts.worker_id = placement.decode.worker_id
-                async with aclosing(self._workers.decode(job, placement.decode, first)) as chunks:
+                decoding = self._workers.decode(job, placement.decode, first)
+                async with aclosing(placement.observed(job, decoding)) as chunks:
                     async for chunk in chunks:
                         yield chunk
 

@@ -2,19 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 
-from gateway.generation import Job
+from gateway.generation import Chunk, Job
 from mesh.client import mesh_errors
 from mesh.errors import DeadlineExceeded, WorkerUnavailable
 from mesh.telemetry import Stopwatch
 from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)
+
+_END_TIMEOUT_S = 2.0
 
 _MODES = {
     scheduler_pb2.PLACEMENT_MODE_DISAGGREGATED: "disaggregated",
@@ -35,15 +37,71 @@ class HeldPlacement:
         # None: the decode worker computes the prompt too.
         self.prefill = placement.prefill if placement.HasField("prefill") else None
         self.mode = _MODES.get(placement.mode, "")
+        self.is_finished = False
+        self._is_prefill_done = False
 
-    async def prefill_done(self) -> None:
-        """Move the charge from the prefill to the decode worker."""
-        message = scheduler_pb2.PlaceRequest(prefill_done=scheduler_pb2.PlaceRequest.PrefillDone())
+    async def observed(
+        self, job: Job, chunks: AsyncGenerator[Chunk, None]
+    ) -> AsyncGenerator[Chunk, None]:
+        """The decode worker's chunks; the scheduler hears of the first and of the last.
+
+        Closing it closes them."""
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if not self._is_prefill_done and chunk.token_ids:
+                    await self.prefill_done(job)
+                if chunk.finish is not None:
+                    # Before it is passed on: whoever gets it may leave at once.
+                    await self._finished(job, len(job.output_token_ids) + len(chunk.token_ids))
+                yield chunk
+
+    async def prefill_done(self, job: Job) -> None:
+        """The first token exists: the prefill worker is free of the request."""
+        self._is_prefill_done = True
+        done = scheduler_pb2.PlaceRequest.PrefillDone(
+            timings=_timings(job), num_cached_tokens=job.trace.num_cached_tokens or 0
+        )
+        await self._tell(scheduler_pb2.PlaceRequest(prefill_done=done))
+
+    async def _finished(self, job: Job, num_output_tokens: int) -> None:
+        """The sequence is complete: the scheduler learns how long it took, and charges no more."""
+        finished = scheduler_pb2.PlaceRequest.Finished(
+            timings=_timings(job),
+            num_output_tokens=num_output_tokens,
+            num_cached_tokens=job.trace.num_cached_tokens or 0,
+        )
+        await self._tell(scheduler_pb2.PlaceRequest(finished=finished))
+        self.is_finished = True
+
+    async def end(self) -> None:
+        """Give the placement back."""
+        try:
+            if self.is_finished:
+                # A cancelled call's last message may never be read.
+                async with asyncio.timeout(_END_TIMEOUT_S):
+                    await self._call.done_writing()
+                    await self._call.code()
+        except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            logger.debug("placement did not end in order", extra={"error": repr(error)})
+        finally:
+            self._call.cancel()
+
+    async def _tell(self, message: scheduler_pb2.PlaceRequest) -> None:
         try:
             await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             # The scheduler is gone and the charge with it; the workers are not.
             logger.warning("placement lost", extra={"error": repr(error)})
+
+
+def _timings(job: Job) -> list[types_pb2.StageTiming]:
+    """Nothing of a resumed job, whose stages are those of several placements."""
+    if job.trace.num_attempts > 1:
+        return []
+    return [
+        types_pb2.StageTiming(stage=stage, duration_ms=duration_ms)
+        for stage, duration_ms in job.trace.stages_ms.items()
+    ]
 
 
 class Scheduler:
@@ -52,6 +110,7 @@ class Scheduler:
     def __init__(self, channel: grpc.aio.Channel, *, queue_timeout_s: float) -> None:
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         self._queue_timeout_s = queue_timeout_s
+        self._ending: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def place(
@@ -60,12 +119,23 @@ class Scheduler:
         """Wait for a placement and hold it; leaving gives it back, however it is left."""
         stopwatch = Stopwatch()
         call = self._stub.Place(timeout=job.deadline.remaining_s())
+        placement: HeldPlacement | None = None
         try:
             placement = await self._ask(call, _admit(job, excluded_worker_ids), job)
             job.trace.add(types_pb2.STAGE_QUEUE, stopwatch.elapsed_ms)
             yield placement
         finally:
-            call.cancel()
+            if placement is not None and placement.is_finished:
+                # Nobody has to wait for it.
+                task = asyncio.create_task(placement.end())
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+            else:
+                call.cancel()
+
+    async def close(self) -> None:
+        """Wait for placements that are ending."""
+        await asyncio.gather(*self._ending)
 
     async def get_state(self, timeout_s: float) -> scheduler_pb2.GetStateResponse:
         """The workers that are alive, as the scheduler sees them."""

@@ -5,7 +5,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -108,12 +108,23 @@ def span(
 
 
 def start_span(
-    name: str, attributes: Attributes | None = None, kind: SpanKind = SpanKind.INTERNAL
+    name: str,
+    attributes: Attributes | None = None,
+    kind: SpanKind = SpanKind.INTERNAL,
+    *,
+    links: Sequence[Span] = (),
+    start_time_ns: int | None = None,
 ) -> Span:
     """A child of the current span that the caller ends; for work that spans a `yield`."""
     if _Tracing.tracer is None:
         return trace.INVALID_SPAN
-    return _Tracing.tracer.start_span(name, kind=kind, attributes=attributes)
+    return _Tracing.tracer.start_span(
+        name,
+        kind=kind,
+        attributes=attributes,
+        links=[trace.Link(linked.get_span_context()) for linked in links],
+        start_time=start_time_ns,
+    )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import asyncio
 import heapq
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Self
@@ -50,8 +51,21 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._expires_at)
 
+    def open(self, handle_id: str) -> float:
+        """Start a lease whose time does not run yet; returns how long it will last then.
+
+        While a prefill runs it is the holder itself who needs the blocks.
+        """
+        self._expires_at[handle_id] = math.inf
+        self._empty.clear()
+        return self._lease_s
+
+    def is_live(self, handle_id: str) -> bool:
+        self.expire()
+        return handle_id in self._expires_at
+
     def grant(self, handle_id: str) -> float:
-        """Start a lease; returns how long it lasts, in seconds."""
+        """Start a lease, or the time of one that is open; returns its seconds."""
         expires_at = self._clock() + self._lease_s
         self._expires_at[handle_id] = expires_at
         heapq.heappush(self._heap, (expires_at, handle_id))
@@ -64,7 +78,8 @@ class LeaseTable:
         self.expire()
         if handle_id not in self._expires_at:
             raise KvLeaseExpired(f"the lease of {handle_id} is over")
-        self._expires_at[handle_id] = self._clock() + self._lease_s
+        if self._expires_at[handle_id] < math.inf:
+            self._expires_at[handle_id] = self._clock() + self._lease_s
         return self._lease_s
 
     def release(self, handle_id: str) -> bool:

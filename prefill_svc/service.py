@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,12 @@ from engine.request import PrefillProgress, Request, TokenOutput
 from mesh import metrics
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
 from prefill_svc.config import PrefillConfig
+from prefill_svc.handovers import Handovers, Progress
 from prefill_svc.leases import LeaseTable
 from worker import translate
 from worker.engine_port import EnginePort, run_request
 from worker.host import Quiescence, Service, Worker
-from worker.spans import run_span
+from worker.spans import add_chunk_event, end_attributes, run_span
 from worker.streams import ActiveStreams
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -45,12 +46,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         engine: EnginePort,
         streams: ActiveStreams,
         leases: LeaseTable,
+        handovers: Handovers,
         holder: Holder,
     ) -> None:
         self._model = model
         self._engine = engine
         self._streams = streams
         self._leases = leases
+        self._handovers = handovers
         self._holder = holder
         self._num_requests = itertools.count(1)
 
@@ -60,18 +63,27 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         translate.check_model(request.model, self._model)
         prompt = self._to_engine_request(request)
         first: TokenOutput | None = None
+        early: types_pb2.KvHandle | None = None
         is_delivered = False
         try:
-            with run_span("prefill.run", {"pdmesh.request_id": request.request_id}) as span:
+            with run_span("prefill.run", prompt) as span:
                 async with self._streams.open(run_request(self._engine, prompt)) as batches:
                     async for batch in batches:
                         match batch[-1]:
                             case TokenOutput() as first:
-                                span.set_attributes(_attributes(prompt, first))
-                            case PrefillProgress(num_computed_tokens=num_computed_tokens):
-                                yield _progress(num_computed_tokens)
+                                span.add_event("first_token")
+                                span.set_attributes(end_attributes(first))
+                            case PrefillProgress() as progress if early is None:
+                                add_chunk_event(span, progress)
+                                early = self._begin_handover(prompt, progress)
+                                yield _progress(progress, early)
+                            case PrefillProgress() as progress:
+                                assert early is not None
+                                add_chunk_event(span, progress)
+                                self._advance(early, progress)
+                                yield _progress(progress)
             assert first is not None, "run_request ends with a token or an error"
-            yield prefill_pb2.PrefillResponse(finished=self._finish(prompt.request_id, first))
+            yield prefill_pb2.PrefillResponse(finished=self._finish(prompt, first, early))
             # Only a caller that has taken the stream to its end gets us here.
             is_delivered = True
         except (asyncio.CancelledError, GeneratorExit):
@@ -80,6 +92,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         finally:
             if not is_delivered:
                 self._take_back(prompt.request_id)
+
+    async def WatchKv(
+        self, request: prefill_pb2.WatchKvRequest, context: Context
+    ) -> AsyncGenerator[prefill_pb2.WatchKvResponse, None]:
+        async with aclosing(self._handovers.follow(request.handle_id)) as changes:
+            async for progress in changes:
+                yield prefill_pb2.WatchKvResponse(
+                    num_computed_tokens=progress.num_computed_tokens,
+                    first_token_id=progress.first_token_id,
+                )
 
     async def RenewKv(
         self, request: prefill_pb2.RenewKvRequest, context: Context
@@ -114,7 +136,26 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             hold_blocks=True,
         )
 
-    def _finish(self, handle_id: str, first: TokenOutput) -> prefill_pb2.PrefillFinished:
+    def _begin_handover(self, prompt: Request, progress: PrefillProgress) -> types_pb2.KvHandle:
+        """Let the decode worker take over blocks while the others are computed."""
+        lease_s = self._leases.open(prompt.request_id)
+        self._handovers.begin(prompt.request_id)
+        handle = self._handle(
+            prompt, lease_s, progress.block_ids, progress.block_generations, prompt.num_tokens
+        )
+        self._advance(handle, progress)
+        return handle
+
+    def _advance(self, handle: types_pb2.KvHandle, progress: PrefillProgress) -> None:
+        if tuple(handle.block_generations) == progress.block_generations:
+            self._handovers.advance(handle.handle_id, Progress(progress.num_computed_tokens))
+        else:
+            # Preempted: the blocks that others know are not its own any more.
+            self._leases.release(handle.handle_id)
+
+    def _finish(
+        self, prompt: Request, first: TokenOutput, early: types_pb2.KvHandle | None
+    ) -> prefill_pb2.PrefillFinished:
         """The last message; from here on a lease guards what the engine holds."""
         assert first.timings is not None, "the first token is the last one here"
         finished = prefill_pb2.PrefillFinished(
@@ -128,17 +169,39 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         )
         if first.finish_reason is not None:
             finished.finish_reason = translate.to_finish_reason(first.finish_reason)
+            self._leases.release(prompt.request_id)
+        elif early is None or self._leases.is_live(early.handle_id):
+            finished.kv_handle.CopyFrom(self._lease(prompt, first))
         else:
-            finished.kv_handle.CopyFrom(self._lease(handle_id, first))
+            # Given back before it was whole.
+            self._engine.release_hold(prompt.request_id)
         return finished
 
-    def _lease(self, handle_id: str, first: TokenOutput) -> types_pb2.KvHandle:
-        lease_s = self._leases.grant(handle_id)
+    def _lease(self, prompt: Request, first: TokenOutput) -> types_pb2.KvHandle:
+        lease_s = self._leases.grant(prompt.request_id)
+        self._handovers.advance(prompt.request_id, Progress(first.num_held_tokens, first.token_id))
+        return self._handle(
+            prompt,
+            lease_s,
+            first.held_block_ids,
+            first.held_block_generations,
+            first.num_held_tokens,
+        )
+
+    def _handle(
+        self,
+        prompt: Request,
+        lease_s: float,
+        block_ids: tuple[int, ...],
+        generations: tuple[int, ...],
+        num_tokens: int,
+    ) -> types_pb2.KvHandle:
         return types_pb2.KvHandle(
-            handle_id=handle_id,
+            handle_id=prompt.request_id,
             engine_id=self._holder.engine_id,
-            block_ids=first.held_block_ids,
-            num_tokens=first.num_held_tokens,
+            block_ids=block_ids,
+            block_generations=generations,
+            num_tokens=num_tokens,
             lease_expires_at=_after(lease_s),
             holder_address=self._holder.address(),
             transfer_address=self._holder.transfer_address,
@@ -151,23 +214,30 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             self._engine.release_hold(handle_id)
 
 
-def _progress(num_computed_tokens: int) -> prefill_pb2.PrefillResponse:
+def _progress(
+    progress: PrefillProgress, handle: types_pb2.KvHandle | None = None
+) -> prefill_pb2.PrefillResponse:
     return prefill_pb2.PrefillResponse(
-        progress=prefill_pb2.PrefillProgress(num_computed_tokens=num_computed_tokens)
+        progress=prefill_pb2.PrefillProgress(
+            num_computed_tokens=progress.num_computed_tokens, kv_handle=handle
+        )
     )
-
-
-def _attributes(prompt: Request, first: TokenOutput) -> dict[str, int]:
-    return {
-        "pdmesh.prompt_tokens": len(prompt.prompt_token_ids),
-        "pdmesh.cached_tokens": first.num_cached_tokens,
-    }
 
 
 def _after(delay_s: float) -> Timestamp:
     timestamp = Timestamp()
     timestamp.FromNanoseconds(time.time_ns() + int(delay_s * 1e9))
     return timestamp
+
+
+def lease_end(engine: EnginePort, handovers: Handovers) -> Callable[[str], None]:
+    """What happens when a lease is over: nobody may read any more, and the blocks are free."""
+
+    def end(handle_id: str) -> None:
+        handovers.end(handle_id)
+        engine.release_hold(handle_id)
+
+    return end
 
 
 def prefill_service(config: PrefillConfig) -> Service:
@@ -181,8 +251,12 @@ def prefill_service(config: PrefillConfig) -> Service:
             transfer_address=config.kv_transfer_address,
             layout_fingerprint=worker.loaded.layout_fingerprint,
         )
-        async with LeaseTable(worker.engine.release_hold, lease_s=config.lease_s) as leases:
-            servicer = PrefillServicer(config.model, worker.engine, worker.streams, leases, holder)
+        handovers = Handovers()
+        on_end = lease_end(worker.engine, handovers)
+        async with LeaseTable(on_end, lease_s=config.lease_s) as leases:
+            servicer = PrefillServicer(
+                config.model, worker.engine, worker.streams, leases, handovers, holder
+            )
             worker.server.add(
                 prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
                 servicer,

@@ -1,7 +1,7 @@
 """An engine whose every event the test decides, behind the workers' EnginePort."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from engine.engine import EngineStats
 from engine.request import (
@@ -26,8 +26,15 @@ class ScriptedRun:
         self.closed = asyncio.Event()
         self.events: asyncio.Queue[EngineEvent | BaseException] = asyncio.Queue()
 
-    def progress(self, num_computed_tokens: int) -> None:
-        self.events.put_nowait(PrefillProgress(self.request.request_id, num_computed_tokens))
+    def progress(
+        self,
+        num_computed_tokens: int,
+        block_ids: tuple[int, ...] = (),
+        generations: tuple[int, ...] = (),
+    ) -> None:
+        self.events.put_nowait(
+            PrefillProgress(self.request.request_id, num_computed_tokens, block_ids, generations)
+        )
 
     def want_remote_kv(self, first_block_index: int, *block_ids: int) -> None:
         self.events.put_nowait(
@@ -78,6 +85,9 @@ class ScriptedEngineLoop:
         self.released_holds: list[str] = []
         # Request id and whether the KV arrived.
         self.kv_answers: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
+        # Tokens that came with an answer, by request id.
+        self.given_tokens: dict[str, list[int]] = {}
+        self.tier_answers: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.refusal: EngineError | None = None
         self.stats = EngineStats(*range(1, 13))
 
@@ -108,11 +118,16 @@ class ScriptedEngineLoop:
     def release_hold(self, request_id: str) -> None:
         self.released_holds.append(request_id)
 
-    def remote_kv_done(self, request_id: str) -> None:
+    def remote_kv_done(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None:
+        self.given_tokens[request_id] = list(output_token_ids)
         self.kv_answers.put_nowait((request_id, True))
 
-    def remote_kv_failed(self, request_id: str) -> None:
+    def remote_kv_failed(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None:
+        self.given_tokens[request_id] = list(output_token_ids)
         self.kv_answers.put_nowait((request_id, False))
+
+    def tiered_kv_done(self, request_id: str, num_blocks: int) -> None:
+        self.tier_answers.put_nowait((request_id, num_blocks))
 
     def load(self) -> EngineStats:
         return self.stats

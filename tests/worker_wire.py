@@ -24,8 +24,9 @@ from mesh.v1 import (
     prefill_pb2_grpc,
     types_pb2,
 )
+from prefill_svc.handovers import Handovers
 from prefill_svc.leases import LeaseTable
-from prefill_svc.service import Holder, PrefillServicer
+from prefill_svc.service import Holder, PrefillServicer, lease_end
 from worker.engine_port import EnginePort
 from worker.streams import ActiveStreams
 
@@ -50,9 +51,12 @@ class PrefillRig:
     def __init__(self, engine: EnginePort, *, lease_s: float = 30.0) -> None:
         self.server = MeshServer()
         self.streams = ActiveStreams()
-        self.leases = LeaseTable(engine.release_hold, lease_s=lease_s)
+        self.handovers = Handovers()
+        self.leases = LeaseTable(lease_end(engine, self.handovers), lease_s=lease_s)
         holder = Holder("e-prefill", lambda: self.server.address, "127.0.0.1:1", "f1")
-        self.servicer = PrefillServicer(MODEL, engine, self.streams, self.leases, holder)
+        self.servicer = PrefillServicer(
+            MODEL, engine, self.streams, self.leases, self.handovers, holder
+        )
         self.server.add(
             prefill_pb2_grpc.add_PrefillServiceServicer_to_server,
             self.servicer,
@@ -124,9 +128,21 @@ class ScriptedHolder(prefill_pb2_grpc.PrefillServiceServicer):
         self.renewed: asyncio.Queue[str] = asyncio.Queue()
         self.lease_s = 30.0
         self.is_expired = False
+        self.followed: asyncio.Queue[str] = asyncio.Queue()
+        self.progress: asyncio.Queue[prefill_pb2.WatchKvResponse | MeshError] = asyncio.Queue()
 
     def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> Any:
         raise InvalidRequest("this worker only holds")
+
+    async def WatchKv(
+        self, request: prefill_pb2.WatchKvRequest, context: Any
+    ) -> AsyncGenerator[prefill_pb2.WatchKvResponse, None]:
+        self.followed.put_nowait(request.handle_id)
+        while True:
+            progress = await self.progress.get()
+            if isinstance(progress, MeshError):
+                raise progress
+            yield progress
 
     async def RenewKv(
         self, request: prefill_pb2.RenewKvRequest, context: Any
@@ -184,6 +200,11 @@ class ScriptedAgent(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             raise self.error
         return kv_transfer_pb2.PullResponse(payload_bytes=100 * len(request.source_block_ids))
 
+    async def Locate(
+        self, request: kv_transfer_pb2.LocateRequest, context: Any
+    ) -> kv_transfer_pb2.LocateResponse:
+        return kv_transfer_pb2.LocateResponse()
+
     async def GetStats(
         self, request: kv_transfer_pb2.GetStatsRequest, context: Any
     ) -> kv_transfer_pb2.GetStatsResponse:
@@ -209,6 +230,7 @@ class DecodeRig:
             engine,
             self.channels,
             engine_id="e-decode",
+            transfer_address="127.0.0.1:1",
             layout_fingerprint="f1",
             block_size=4,
             limits=limits or KvImportLimits(),
@@ -253,6 +275,7 @@ async def decode_stub(rig: DecodeRig) -> AsyncIterator["decode_pb2_grpc.DecodeSe
         rig.importer,
         serving(rig.server) as channel,
     ):
+        rig.importer.transfer_address = rig.agent_server.address
         yield decode_pb2_grpc.DecodeServiceStub(channel)
 
 

@@ -41,5 +41,6 @@ def load_engine(config: WorkerConfig, incarnation: str) -> LoadedEngine:
             block_bytes=engine.block_bytes,
             num_blocks=engine.load().num_blocks,
             layout_fingerprint=fingerprint,
+            generations_offset=engine.generations_offset,
         )
     return LoadedEngine(engine, engine_id, fingerprint, segment)

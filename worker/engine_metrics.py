@@ -7,6 +7,7 @@ from functools import partial
 from engine.engine import EngineStats
 from engine.loop import EngineLoop
 from mesh import metrics
+from worker.spans import StepObserver
 
 _WATCHED = {
     "num_running": metrics.NUM_RUNNING,
@@ -28,6 +29,7 @@ _WATCHED = {
 def watched_engine(engine: EngineLoop, model: str) -> Iterator[None]:
     """Report what `engine` does for as long as the block lasts."""
     metrics.MODELS.allow(model)
+    engine.observe_steps(StepObserver())
     with ExitStack() as stack:
         for field, instrument in _WATCHED.items():
             stack.callback(instrument.watch(partial(_read, engine.load, field)))

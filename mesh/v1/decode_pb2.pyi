@@ -32,12 +32,17 @@ class DecodeRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     KV_HANDLE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    AWAITS_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id from the gateway, unique among running requests."""
     model: _builtins.str
     """Model name."""
     cache_salt: _builtins.str
     """Blocks are shared only between requests with the same salt."""
+    awaits_first_token: _builtins.bool
+    """`kv_handle` is of a prefill that is still running: its first token, which goes
+    after `output_token_ids`, and the rest of the KV come from its holder.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -64,10 +69,11 @@ class DecodeRequest(_message.Message):
         sampling_params: _types_pb2.SamplingParams | None = ...,
         kv_handle: _types_pb2.KvHandle | None = ...,
         cache_salt: _builtins.str = ...,
+        awaits_first_token: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_handle", b"kv_handle", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "kv_handle", b"kv_handle", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits_first_token", b"awaits_first_token", "cache_salt", b"cache_salt", "kv_handle", b"kv_handle", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -81,6 +87,7 @@ class DecodeResponse(_message.Message):
 
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tokens(self) -> _types_pb2.TokenChunk:
         """New tokens."""
@@ -89,15 +96,20 @@ class DecodeResponse(_message.Message):
     def finished(self) -> Global___DecodeFinished:
         """The sequence ended; last message."""
 
+    @_builtins.property
+    def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StageTiming]:
+        """With the first tokens: the stages until then."""
+
     def __init__(
         self,
         *,
         tokens: _types_pb2.TokenChunk | None = ...,
         finished: Global___DecodeFinished | None = ...,
+        timings: _abc.Iterable[_types_pb2.StageTiming] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -116,6 +128,9 @@ class DecodeFinished(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
+    MEAN_BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why."""
     matched_stop_token_id: _builtins.int
@@ -126,6 +141,12 @@ class DecodeFinished(_message.Message):
     """
     kv_transfer_bytes: _builtins.int
     """Bytes of KV that were pulled."""
+    mean_batch_size: _builtins.float
+    """Requests in the running batch while tokens came, on average."""
+    max_kv_cache_usage: _builtins.float
+    """Share of the blocks that was held while tokens came, at most."""
+    num_preemptions: _builtins.int
+    """How often the request gave its blocks away to others."""
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StageTiming]:
         """STAGE_KV_TRANSFER, STAGE_DECODE_WAIT, STAGE_DECODE_STEPS; in local mode also
@@ -140,10 +161,13 @@ class DecodeFinished(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         timings: _abc.Iterable[_types_pb2.StageTiming] | None = ...,
         kv_transfer_bytes: _builtins.int = ...,
+        mean_batch_size: _builtins.float = ...,
+        max_kv_cache_usage: _builtins.float = ...,
+        num_preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id", "matched_stop_token_id", b"matched_stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id", "finish_reason", b"finish_reason", "kv_transfer_bytes", b"kv_transfer_bytes", "matched_stop_token_id", b"matched_stop_token_id", "num_cached_tokens", b"num_cached_tokens", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id", "finish_reason", b"finish_reason", "kv_transfer_bytes", b"kv_transfer_bytes", "matched_stop_token_id", b"matched_stop_token_id", "max_kv_cache_usage", b"max_kv_cache_usage", "mean_batch_size", b"mean_batch_size", "num_cached_tokens", b"num_cached_tokens", "num_preemptions", b"num_preemptions", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__matched_stop_token_id: _TypeAlias = _typing.Literal["matched_stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__matched_stop_token_id: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id"]  # noqa: Y015

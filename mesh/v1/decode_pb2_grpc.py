@@ -59,6 +59,8 @@ class DecodeServiceServicer:
         With a `kv_handle`, the worker pulls the blocks that it does not hold,
         releases the handle, and goes on after `output_token_ids`; if the pull fails
         it computes the prompt itself. Without one it computes the prompt.
+        Blocks are pulled as prefill computes them if `awaits_first_token`; tokens that
+        are streamed come after the first one.
         Cancelling the call aborts the request and releases its blocks, and the
         handle's, in whichever state it is.
 
@@ -68,6 +70,7 @@ class DecodeServiceServicer:
         RESOURCE_EXHAUSTED  too many requests wait
         INTERNAL            the model produced no usable distribution
         UNAVAILABLE         the worker is draining
+        ABORTED             the prefill that was awaited failed, or cannot be reached
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

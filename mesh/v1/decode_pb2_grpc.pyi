@@ -41,6 +41,8 @@ class DecodeServiceStub:
     With a `kv_handle`, the worker pulls the blocks that it does not hold,
     releases the handle, and goes on after `output_token_ids`; if the pull fails
     it computes the prompt itself. Without one it computes the prompt.
+    Blocks are pulled as prefill computes them if `awaits_first_token`; tokens that
+    are streamed come after the first one.
     Cancelling the call aborts the request and releases its blocks, and the
     handle's, in whichever state it is.
 
@@ -50,6 +52,7 @@ class DecodeServiceStub:
       RESOURCE_EXHAUSTED  too many requests wait
       INTERNAL            the model produced no usable distribution
       UNAVAILABLE         the worker is draining
+      ABORTED             the prefill that was awaited failed, or cannot be reached
     """
     GetLoad: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DecodeServiceGetLoadRequest, _decode_pb2.DecodeServiceGetLoadResponse]
     """Reports what the engine is doing."""
@@ -67,6 +70,8 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
     With a `kv_handle`, the worker pulls the blocks that it does not hold,
     releases the handle, and goes on after `output_token_ids`; if the pull fails
     it computes the prompt itself. Without one it computes the prompt.
+    Blocks are pulled as prefill computes them if `awaits_first_token`; tokens that
+    are streamed come after the first one.
     Cancelling the call aborts the request and releases its blocks, and the
     handle's, in whichever state it is.
 
@@ -76,6 +81,7 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
       RESOURCE_EXHAUSTED  too many requests wait
       INTERNAL            the model produced no usable distribution
       UNAVAILABLE         the worker is draining
+      ABORTED             the prefill that was awaited failed, or cannot be reached
     """
     GetLoad: _aio.UnaryUnaryMultiCallable[_decode_pb2.DecodeServiceGetLoadRequest, _decode_pb2.DecodeServiceGetLoadResponse]  # type: ignore[assignment]
     """Reports what the engine is doing."""
@@ -96,6 +102,8 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         With a `kv_handle`, the worker pulls the blocks that it does not hold,
         releases the handle, and goes on after `output_token_ids`; if the pull fails
         it computes the prompt itself. Without one it computes the prompt.
+        Blocks are pulled as prefill computes them if `awaits_first_token`; tokens that
+        are streamed come after the first one.
         Cancelling the call aborts the request and releases its blocks, and the
         handle's, in whichever state it is.
 
@@ -105,6 +113,7 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
           RESOURCE_EXHAUSTED  too many requests wait
           INTERNAL            the model produced no usable distribution
           UNAVAILABLE         the worker is draining
+          ABORTED             the prefill that was awaited failed, or cannot be reached
         """
 
     @_abc_1.abstractmethod

@@ -109,16 +109,24 @@ class PrefillProgress(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_HANDLE_FIELD_NUMBER: _builtins.int
     num_computed_tokens: _builtins.int
     """Prompt tokens computed or found in the cache so far."""
+    @_builtins.property
+    def kv_handle(self) -> _types_pb2.KvHandle:
+        """In the first of these messages, if the prompt takes more than one chunk: whoever
+        will decode may begin to take over what is computed.
+        """
+
     def __init__(
         self,
         *,
         num_computed_tokens: _builtins.int = ...,
+        kv_handle: _types_pb2.KvHandle | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_handle", b"kv_handle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_handle", b"kv_handle", "num_computed_tokens", b"num_computed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,6 +186,56 @@ class PrefillFinished(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__matched_stop_token_id) -> _WhichOneofReturnType__matched_stop_token_id | None: ...
 
 Global___PrefillFinished: _TypeAlias = PrefillFinished  # noqa: Y015
+
+@_typing.final
+class WatchKvRequest(_message.Message):
+    """Follows a handle."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_ID_FIELD_NUMBER: _builtins.int
+    handle_id: _builtins.str
+    """Which."""
+    def __init__(
+        self,
+        *,
+        handle_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle_id", b"handle_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchKvRequest: _TypeAlias = WatchKvRequest  # noqa: Y015
+
+@_typing.final
+class WatchKvResponse(_message.Message):
+    """How far prefill has got."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    num_computed_tokens: _builtins.int
+    """Tokens whose KV can be read."""
+    first_token_id: _builtins.int
+    """The first token, when prefill has finished; last message."""
+    def __init__(
+        self,
+        *,
+        num_computed_tokens: _builtins.int = ...,
+        first_token_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id", "num_computed_tokens", b"num_computed_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_token_id: _TypeAlias = _typing.Literal["first_token_id"]  # noqa: Y015
+    _WhichOneofArgType__first_token_id: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_id) -> _WhichOneofReturnType__first_token_id | None: ...
+
+Global___WatchKvResponse: _TypeAlias = WatchKvResponse  # noqa: Y015
 
 @_typing.final
 class RenewKvRequest(_message.Message):

@@ -40,6 +40,11 @@ class PrefillServiceStub:
                 request_serializer=mesh_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
                 _registered_method=True)
+        self.WatchKv = channel.unary_stream(
+                '/mesh.v1.PrefillService/WatchKv',
+                request_serializer=mesh_dot_v1_dot_prefill__pb2.WatchKvRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_prefill__pb2.WatchKvResponse.FromString,
+                _registered_method=True)
         self.RenewKv = channel.unary_unary(
                 '/mesh.v1.PrefillService/RenewKv',
                 request_serializer=mesh_dot_v1_dot_prefill__pb2.RenewKvRequest.SerializeToString,
@@ -80,6 +85,18 @@ class PrefillServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchKv(self, request, context):
+        """Follows a handle that was given out before prefill had finished: first what is
+        computed already, then each change, to the first token.
+
+        Errors:
+        FAILED_PRECONDITION  the lease is over: prefill failed or was cancelled, or
+        the handle was released
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RenewKv(self, request, context):
         """Extends a lease. The caller is the decode worker that will pull the blocks.
 
@@ -113,6 +130,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.Prefill,
                     request_deserializer=mesh_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_prefill__pb2.PrefillResponse.SerializeToString,
+            ),
+            'WatchKv': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchKv,
+                    request_deserializer=mesh_dot_v1_dot_prefill__pb2.WatchKvRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_prefill__pb2.WatchKvResponse.SerializeToString,
             ),
             'RenewKv': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewKv,
@@ -158,6 +180,33 @@ class PrefillService:
             '/mesh.v1.PrefillService/Prefill',
             mesh_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             mesh_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mesh.v1.PrefillService/WatchKv',
+            mesh_dot_v1_dot_prefill__pb2.WatchKvRequest.SerializeToString,
+            mesh_dot_v1_dot_prefill__pb2.WatchKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

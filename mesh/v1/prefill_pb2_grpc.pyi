@@ -48,6 +48,14 @@ class PrefillServiceStub:
       INTERNAL            the model produced no usable distribution
       UNAVAILABLE         the worker is draining
     """
+    WatchKv: _grpc.UnaryStreamMultiCallable[_prefill_pb2.WatchKvRequest, _prefill_pb2.WatchKvResponse]
+    """Follows a handle that was given out before prefill had finished: first what is
+    computed already, then each change, to the first token.
+
+    Errors:
+      FAILED_PRECONDITION  the lease is over: prefill failed or was cancelled, or
+                           the handle was released
+    """
     RenewKv: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.RenewKvRequest, _prefill_pb2.RenewKvResponse]
     """Extends a lease. The caller is the decode worker that will pull the blocks.
 
@@ -81,6 +89,14 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
       RESOURCE_EXHAUSTED  too many requests wait
       INTERNAL            the model produced no usable distribution
       UNAVAILABLE         the worker is draining
+    """
+    WatchKv: _aio.UnaryStreamMultiCallable[_prefill_pb2.WatchKvRequest, _prefill_pb2.WatchKvResponse]  # type: ignore[assignment]
+    """Follows a handle that was given out before prefill had finished: first what is
+    computed already, then each change, to the first token.
+
+    Errors:
+      FAILED_PRECONDITION  the lease is over: prefill failed or was cancelled, or
+                           the handle was released
     """
     RenewKv: _aio.UnaryUnaryMultiCallable[_prefill_pb2.RenewKvRequest, _prefill_pb2.RenewKvResponse]  # type: ignore[assignment]
     """Extends a lease. The caller is the decode worker that will pull the blocks.
@@ -118,6 +134,20 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
           RESOURCE_EXHAUSTED  too many requests wait
           INTERNAL            the model produced no usable distribution
           UNAVAILABLE         the worker is draining
+        """
+
+    @_abc_1.abstractmethod
+    def WatchKv(
+        self,
+        request: _prefill_pb2.WatchKvRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.WatchKvResponse], _abc.AsyncIterator[_prefill_pb2.WatchKvResponse]]:
+        """Follows a handle that was given out before prefill had finished: first what is
+        computed already, then each change, to the first token.
+
+        Errors:
+          FAILED_PRECONDITION  the lease is over: prefill failed or was cancelled, or
+                               the handle was released
         """
 
     @_abc_1.abstractmethod

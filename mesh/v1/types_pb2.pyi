@@ -72,9 +72,13 @@ class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType
     """Turning tokens into text."""
     STAGE_WRITE: _Stage.ValueType  # 10
     """Writing the answer to the client."""
+    STAGE_NETWORK: _Stage.ValueType  # 11
+    """Between the services: sockets, serialization, event loops that were busy."""
 
 class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
-    """The parts into which a request's time is divided."""
+    """The parts into which a request's time is divided. On a request's critical path
+    they do not overlap and leave no gap: together they are its total time.
+    """
 
 STAGE_UNSPECIFIED: Stage.ValueType  # 0
 """Never sent."""
@@ -98,6 +102,8 @@ STAGE_DETOKENIZE: Stage.ValueType  # 9
 """Turning tokens into text."""
 STAGE_WRITE: Stage.ValueType  # 10
 """Writing the answer to the client."""
+STAGE_NETWORK: Stage.ValueType  # 11
+"""Between the services: sockets, serialization, event loops that were busy."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
@@ -292,12 +298,15 @@ class KvHandle(_message.Message):
     HOLDER_ADDRESS_FIELD_NUMBER: _builtins.int
     TRANSFER_ADDRESS_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    BLOCK_GENERATIONS_FIELD_NUMBER: _builtins.int
     handle_id: _builtins.str
     """Unique within `engine_id`."""
     engine_id: _builtins.str
     """The engine that holds the blocks: a new process is a new id."""
     num_tokens: _builtins.int
-    """Prompt tokens whose keys and values the blocks contain."""
+    """Prompt tokens whose keys and values the blocks contain, or will contain when
+    prefill has finished.
+    """
     holder_address: _builtins.str
     """Address of the holder's PrefillService, where the lease is renewed and
     released.
@@ -314,6 +323,12 @@ class KvHandle(_message.Message):
     def lease_expires_at(self) -> _timestamp_pb2.Timestamp:
         """When the holder may reclaim the blocks."""
 
+    @_builtins.property
+    def block_generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the blocks' generations are while this handle's content is in them; one
+        a block, or none if the engine keeps none.
+        """
+
     def __init__(
         self,
         *,
@@ -325,10 +340,11 @@ class KvHandle(_message.Message):
         holder_address: _builtins.str = ...,
         transfer_address: _builtins.str = ...,
         layout_fingerprint: _builtins.str = ...,
+        block_generations: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_expires_at", b"lease_expires_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "engine_id", b"engine_id", "handle_id", b"handle_id", "holder_address", b"holder_address", "layout_fingerprint", b"layout_fingerprint", "lease_expires_at", b"lease_expires_at", "num_tokens", b"num_tokens", "transfer_address", b"transfer_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_generations", b"block_generations", "block_ids", b"block_ids", "engine_id", b"engine_id", "handle_id", b"handle_id", "holder_address", b"holder_address", "layout_fingerprint", b"layout_fingerprint", "lease_expires_at", b"lease_expires_at", "num_tokens", b"num_tokens", "transfer_address", b"transfer_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

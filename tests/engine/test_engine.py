@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockEvents
-from engine.engine import Engine, EngineStats
+from engine.engine import Engine, EngineStats, StepReport
 from engine.request import (
     DuplicateRequest,
     EngineEvent,
@@ -708,6 +708,38 @@ def test_the_stages_of_a_request_add_up_to_its_time() -> None:
 
     assert outputs[-1].timings == RequestTimings(wait_s=0.5, prefill_s=3.0, decode_s=2.0)
     assert all(output.timings is None for output in outputs[:-1])
+    # The first token tells what is known by then.
+    assert outputs[0].timings_so_far == RequestTimings(wait_s=0.5, prefill_s=3.0)
+    assert all(output.timings_so_far is None for output in outputs[1:])
+
+
+def test_the_wait_for_a_step_to_end_belongs_to_the_request_that_waits() -> None:
+    clock = FakeClock()
+    engine = make_engine(clock=clock)
+    request = Request("r", prompt_of(4), SamplingParams(1, temperature=0.0))
+    request.submitted_at = clock()
+    clock.advance(2.0)
+    engine.add_request(request)
+
+    [output] = run_to_end(engine)["r"]
+
+    assert output.timings == RequestTimings(wait_s=2.0)
+
+
+def test_each_step_is_reported_with_its_requests_and_whom_it_preempted() -> None:
+    engine, reports = make_engine(num_blocks=8), list[StepReport]()
+    engine.on_step = reports.append
+    params = SamplingParams(20, temperature=0.0, ignore_eos=True)
+
+    outputs = run_to_end(engine, *(Request(f"r{i}", prompt_of(9, i), params) for i in range(3)))
+
+    preempted = [one for report in reports for one in report.preempted_request_ids]
+    assert len(preempted) == engine.load().num_preemptions > 0
+    for request_id, made in outputs.items():
+        assert made[-1].num_preemptions == preempted.count(request_id)
+        num_steps = sum(request_id in report.request_ids for report in reports)
+        assert num_steps >= len(made)
+    assert sum(report.num_tokens for report in reports) >= 3 * (9 + 20 - 1)
 
 
 def test_load_counts_what_the_engine_does() -> None:

@@ -473,6 +473,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     num_open: int = 0
     admits: list[scheduler_pb2.PlaceRequest.Admit] = field(default_factory=list)
     num_prefill_done: int = 0
+    # What callers said after `admit`.
+    told: list[scheduler_pb2.PlaceRequest] = field(default_factory=list)
     was_asked: asyncio.Event = field(default_factory=asyncio.Event)
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
     loads: dict[str, types_pb2.EngineLoad] = field(default_factory=dict)
@@ -495,6 +497,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             yield scheduler_pb2.PlaceResponse(placement=self._place(admit))
             async for message in request_iterator:
                 self.num_prefill_done += message.HasField("prefill_done")
+                self.told.append(message)
         finally:
             self.num_open -= 1
             if self.num_open == 0:
@@ -595,6 +598,7 @@ class FakeMesh:
         scheduler.error = scheduler.gate = None
         scheduler.local = False
         scheduler.num_prefill_done = 0
+        scheduler.told.clear()
         scheduler.was_asked.clear()
         scheduler.admits.clear()
         scheduler.loads.clear()

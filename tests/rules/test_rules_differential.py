@@ -89,13 +89,6 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def background() -> Iterator[Background]:
-    running = Background()
-    yield running
-    running.close()
-
-
-@pytest.fixture(scope="module")
 def pairs(background: Background, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Pair]]:
     rule_sets = [load(path) for path in RULE_FILES]
     with upstream(background) as port, run_python_edge(background, rule_sets, port) as ports:

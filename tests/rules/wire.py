@@ -111,6 +111,15 @@ class Client:
         self._connection.close()
 
 
+def send_once(port: int, body: bytes = b"{}") -> Answer:
+    """One request on a connection of its own."""
+    client = Client(port)
+    try:
+        return client.send(body)
+    finally:
+        client.close()
+
+
 Respond = Callable[[Received, asyncio.StreamWriter], Awaitable[None]]
 
 

@@ -13,9 +13,9 @@ local ACTIONS_HEADER = "x-pdmesh-param-actions"
 local SANE_ID = "^[\33-\126]+$"
 local NUM_LOGGED_BYTES = 200
 
--- nginx replaces these for the upstream by itself.
+-- nginx makes these anew for the upstream (nginx.conf for the first) and needs the client's.
 local NGINX_OWN = {
-    host = true, connection = true, ["content-length"] = true, ["transfer-encoding"] = true,
+    ["accept-encoding"] = true, host = true, connection = true, ["content-length"] = true, ["transfer-encoding"] = true,
     te = true, ["keep-alive"] = true, expect = true, upgrade = true,
 }
 

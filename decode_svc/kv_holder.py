@@ -1,0 +1,114 @@
+"""The prefill worker that holds a request's KV, as the decode worker that wants it sees it."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from mesh.client import Channels
+from mesh.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
+
+if TYPE_CHECKING:
+    from mesh.v1.prefill_pb2_grpc import PrefillServiceAsyncStub
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_RENEWAL_S = 0.1
+_LONGEST_RENEWAL_S = 10.0
+
+
+@dataclass(frozen=True)
+class RemoteKv:
+    """KV on a prefill worker, and until when (by time.monotonic) its request is of use."""
+
+    handle: types_pb2.KvHandle
+    deadline: float = math.inf
+    # The prefill still runs; the first token is to come with the rest of the KV.
+    awaits_first_token: bool = False
+
+
+class HandoverLost(Exception):
+    """A prefill that was followed ended without a first token, or cannot be followed."""
+
+
+class LeaseOver(Exception):
+    """The holder did not keep the blocks for us to the end, or does not say so."""
+
+    def __init__(self, *, is_reachable: bool) -> None:
+        super().__init__("the lease is over" if is_reachable else "the holder cannot be reached")
+        self.is_reachable = is_reachable
+
+
+class KvHolder:
+    """Keeps the lease of one handle inside its block."""
+
+    def __init__(self, channels: Channels, remote: RemoteKv, *, timeout_s: float) -> None:
+        self._handle = remote.handle
+        self._timeout_s = timeout_s
+        self._stub: PrefillServiceAsyncStub = prefill_pb2_grpc.PrefillServiceStub(
+            channels.get(remote.handle.holder_address)
+        )
+        self._stop_following: Callable[[], object] = lambda: None
+        self.is_expired = False
+
+    def start_renewing(self) -> None:
+        """Keep the lease while the request waits for room and while its blocks are read."""
+        self._renewal = asyncio.create_task(self._renew())
+
+    def stop(self) -> None:
+        """Neither renew nor follow any more."""
+        self._renewal.cancel()
+        self._stop_following()
+
+    async def follow(self) -> AsyncGenerator[prefill_pb2.WatchKvResponse, None]:
+        """How far the prefill is, up to its first token; raises HandoverLost if there is none."""
+        request = prefill_pb2.WatchKvRequest(handle_id=self._handle.handle_id)
+        call = self._stub.WatchKv(request)
+        self._stop_following = call.cancel
+        try:
+            async for progress in call:
+                yield progress
+                if progress.HasField("first_token_id"):
+                    return
+        except grpc.aio.AioRpcError as error:
+            raise HandoverLost(f"{error.code().name}: {error.details()}") from error
+        finally:
+            call.cancel()
+        raise HandoverLost("the holder ended the call without a token")
+
+    async def release(self) -> None:
+        """Give the handle back; raises LeaseOver unless its lease was live until then."""
+        self._renewal.cancel()
+        request = prefill_pb2.ReleaseKvRequest(handle_id=self._handle.handle_id)
+        try:
+            response = await self._stub.ReleaseKv(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            logger.warning("handle not released", extra={"reason": error.details()})
+            raise LeaseOver(is_reachable=False) from error
+        if not response.was_live:
+            raise LeaseOver(is_reachable=True)
+
+    async def _renew(self) -> None:
+        expires_at_s = self._handle.lease_expires_at.ToNanoseconds() / 1e9
+        is_reported = False
+        while True:
+            # A third of what is left; bounded, for the holder's clock may differ.
+            delay_s = (expires_at_s - time.time()) / 3
+            await asyncio.sleep(min(max(delay_s, _SHORTEST_RENEWAL_S), _LONGEST_RENEWAL_S))
+            request = prefill_pb2.RenewKvRequest(handle_id=self._handle.handle_id)
+            try:
+                response = await self._stub.RenewKv(request, timeout=self._timeout_s)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    self.is_expired = True
+                    return
+                if not is_reported:
+                    logger.warning("lease not renewed", extra={"reason": error.details()})
+                    is_reported = True
+            else:
+                expires_at_s = response.lease_expires_at.ToNanoseconds() / 1e9
