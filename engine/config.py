@@ -81,6 +81,14 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
 
+# What computes: the compiled kernels (CPU) or torch.
+BackendName = Literal["native", "torch"]
+DtypeName = Literal["float32", "bfloat16"]
+# How weights are stored; "none" is the dtype.
+QuantizationName = Literal["none", "int8", "int4"]
+KvDtypeName = Literal["float32", "bfloat16", "int8", "fp8"]
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """One engine: its model and its limits."""
@@ -88,8 +96,16 @@ class EngineConfig:
     # Folder with config.json, safetensors and tokenizer.json.
     model_path: Path
     device: str = "cpu"
+    # "auto" is native where the kernels are and can run the model.
+    backend: BackendName | Literal["auto"] = "auto"
     # "auto" keeps what the checkpoint stores (float16 becomes float32 on a CPU).
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: DtypeName | Literal["auto"] = "auto"
+    # "auto" is none, except for a model made from quantized weights that the kernels can run.
+    quantization: QuantizationName | Literal["auto"] = "auto"
+    # "auto" is the dtype, or bfloat16 with quantized weights.
+    kv_cache_dtype: KvDtypeName | Literal["auto"] = "auto"
+    # Folder for weights as the kernels read them, made once; None: in the model's folder.
+    packed_weights_dir: Path | None = None
     # Tokens in a KV block.
     block_size: int = 16
     # KV blocks; None: as many as kv_cache_memory_bytes holds.
@@ -106,7 +122,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     # Requests that may wait; more are refused.
     max_num_waiting: int = 256
-    # CPU threads of a forward pass; None: torch's choice.
+    # CPU threads of a forward pass; None: one per core.
     num_threads: int | None = None
     # File of the shared-memory segment behind the KV cache; None: private memory.
     segment_path: str | None = None

@@ -4,15 +4,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from engine.batcher import Batch, Batcher
 from engine.block_pool import BlockEvents, BlockHasher, BlockPool
 from engine.config import EngineConfig, ModelConfig
-from engine.kv_cache import KvCache, KvCacheLayout
-from engine.loader import load_weights
+from engine.kv_cache import KvCache
 from engine.model_runner import ModelRunner, Runner
-from engine.models.registry import build_model
+from engine.models.registry import load_model
 from engine.request import (
     DuplicateRequest,
     EngineEvent,
@@ -392,8 +389,6 @@ def build_engine(
 
     `hasher_factory` gets what the engines that exchange blocks must have in common.
     """
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     model_config = ModelConfig.from_folder(config.model_path)
     max_model_len = config.max_model_len or model_config.max_position_embeddings
     if max_model_len > model_config.max_position_embeddings:
@@ -401,15 +396,8 @@ def build_engine(
             f"max_model_len is {max_model_len}, "
             f"but the model was made for {model_config.max_position_embeddings} tokens"
         )
-    weights = load_weights(config.model_path, model_config, config.device, config.dtype)
-    model = build_model(model_config, weights)
-    layout = KvCacheLayout(
-        num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        block_size=config.block_size,
-        dtype=model.dtype,
-    )
+    loaded = load_model(config, model_config, max_model_len)
+    layout = loaded.layout
     num_blocks = config.num_blocks or config.kv_cache_memory_bytes // layout.block_bytes
     kv_cache = KvCache(layout, num_blocks, config.segment_path, config.device)
     pool = BlockPool(
@@ -425,9 +413,11 @@ def build_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
     )
+    runner = ModelRunner(loaded.model, kv_cache)
+    runner.warm_up(config.max_num_batched_tokens)
     engine = Engine(
-        ModelRunner(model, kv_cache, config.device),
-        Sampler(model_config.eos_token_ids),
+        runner,
+        Sampler(model_config.eos_token_ids, loaded.draw),
         batcher,
         pool,
         eos_token_ids=model_config.eos_token_ids,

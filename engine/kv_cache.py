@@ -1,5 +1,7 @@
 """The paged KV cache: one contiguous byte range per block, in memory that others can map."""
 
+from __future__ import annotations
+
 import fcntl
 import math
 import mmap
@@ -7,9 +9,19 @@ import os
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
+
+from engine.config import KvDtypeName
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ELEMENT_BYTES: dict[KvDtypeName, int] = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
+# In the 8-bit formats, each key and value of a token and head has a float32 scale.
+_SCALE_BYTES: dict[KvDtypeName, int] = {"float32": 0, "bfloat16": 0, "int8": 4, "fp8": 4}
 
 
 class KvSegmentError(Exception):
@@ -18,13 +30,15 @@ class KvSegmentError(Exception):
 
 @dataclass(frozen=True)
 class KvCacheLayout:
-    """How a block of keys and values lies in memory."""
+    """How a block of keys and values lies in memory: all elements, then all scales."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_size: int
-    dtype: torch.dtype
+    dtype: KvDtypeName
+    # What the keys and values are computed with.
+    weights: str = "float32"
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
@@ -34,7 +48,9 @@ class KvCacheLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: all layers, keys and values."""
-        return math.prod(self.block_shape) * self.dtype.itemsize
+        num_rows = math.prod(self.block_shape) // self.head_dim
+        row_bytes = self.head_dim * _ELEMENT_BYTES[self.dtype] + _SCALE_BYTES[self.dtype]
+        return num_rows * row_bytes
 
     def generations_offset(self, num_blocks: int) -> int:
         """Where in a segment's file the generations are: on the first page after the blocks."""
@@ -47,13 +63,14 @@ class KvCacheLayout:
             "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "block_size": self.block_size,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.dtype,
+            "weights": self.weights,
             "order": "layer,kv,head,token",
         }
 
 
 class KvCache:
-    """The blocks' memory: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+    """The blocks' memory, a row of `block_bytes` each.
 
     With a path, that is a file (in /dev/shm) that a transfer agent can map; this
     object owns the file and holds its lock for as long as it lives. Behind the blocks the
@@ -69,32 +86,48 @@ class KvCache:
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}, expected at least 1")
-        if path is not None and torch.device(device).type != "cpu":
+        is_on_host = device == "cpu"
+        if path is not None and not is_on_host:
             raise KvSegmentError(f"{path}: a segment needs the CPU, the engine runs on {device}")
         self.layout = layout
         self.num_blocks = num_blocks
         self.path = path
         self.generations: array[int] | memoryview[int] = array("I")
         self._release: Callable[[], None] = lambda: None
-        shape = (num_blocks, *layout.block_shape)
-        if torch.device(device).type == "cpu":
-            memory = self._map(num_blocks * layout.block_bytes)
-            self.tensor = torch.frombuffer(memory, dtype=layout.dtype).view(shape)
+        # uint8[num_blocks, block_bytes]; of a cache on another device, without rows.
+        self.memory: npt.NDArray[np.uint8] = np.empty((0, layout.block_bytes), dtype=np.uint8)
+        self._tensor: Tensor | None = None
+        if is_on_host:
+            memory = np.frombuffer(self._map(num_blocks * layout.block_bytes), dtype=np.uint8)
+            self.memory = memory.reshape(num_blocks, layout.block_bytes)
         else:
-            self.tensor = torch.zeros(shape, dtype=layout.dtype, device=device)
+            self._tensor = _zeros(layout, num_blocks, device)
         if not self.generations:
             self.generations = array("I", bytes(4 * num_blocks))
 
     @property
+    def tensor(self) -> Tensor:
+        """`[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`, the memory as torch
+        sees it; torch is loaded here and not before, because it costs 200 MB.
+        """
+        if self._tensor is None:
+            import torch
+
+            elements = torch.from_numpy(self.memory).view(getattr(torch, self.layout.dtype))
+            self._tensor = elements.view(len(self.memory), *self.layout.block_shape)
+        return self._tensor
+
+    @property
     def rows(self) -> Tensor:
-        """The same memory as `[rows, head_dim]`: one head's key or value of one token each."""
+        """The same as `[rows, head_dim]`: one head's key or value of one token each."""
         return self.tensor.view(-1, self.layout.head_dim)
 
     def close(self) -> None:
-        """Unlink the file. The memory goes when the last tensor over it does."""
+        """Unlink the file. The memory goes when the last array over it does."""
         self._release()
         self._release = lambda: None
-        self.tensor = torch.empty(0, dtype=self.layout.dtype)
+        self.memory = self.memory[:0].copy()
+        self._tensor = None
 
     def _map(self, num_bytes: int) -> mmap.mmap:
         # Every page is touched here: the first touch of shared memory costs ten times a write.
@@ -110,6 +143,14 @@ class KvCache:
             "I"
         )
         return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+
+
+def _zeros(layout: KvCacheLayout, num_blocks: int, device: str) -> Tensor:
+    import torch
+
+    shape = (num_blocks, *layout.block_shape)
+    dtype: Any = getattr(torch, layout.dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _create_segment(path: str, num_bytes: int) -> int:

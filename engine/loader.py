@@ -1,17 +1,18 @@
 """From a model folder to checked, memory-mapped weights; safetensors only, never pickle."""
 
 import json
-import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from engine.config import ModelConfig, ModelError
-from engine.safetensors_file import SafetensorsError, map_tensors
-
-logger = logging.getLogger(__name__)
+from engine.safetensors_file import (
+    SafetensorsError,
+    StoredDtype,
+    StoredTensor,
+    map_tensors,
+    read_header,
+)
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -20,20 +21,19 @@ _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-DtypeName = Literal["auto", "float32", "bfloat16"]
-
 
 class LoadError(ModelError):
     """A file of the model folder is missing, damaged or does not fit the others."""
 
 
-def load_weights(
-    folder: Path, config: ModelConfig, device: str = "cpu", dtype: DtypeName = "auto"
-) -> dict[str, Tensor]:
+class WeightsError(ModelError):
+    """The weights do not fit config.json."""
+
+
+def load_weights(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """Return the weights by their Hugging Face names, with `lm_head.weight` always among them.
 
-    Tensors stay mapped from the file where neither device nor dtype asks for a
-    copy, so that the workers of a machine share one copy in memory.
+    They stay mapped from the file, so that the workers of a machine share one copy in memory.
     """
     try:
         weights = _read_folder(folder)
@@ -41,27 +41,80 @@ def load_weights(
         raise LoadError(str(error)) from None
     _tie_embeddings(folder, config, weights)
     _check_tokenizer(folder, weights[EMBEDDING].shape[0])
-    target = _target_dtype(folder, weights[EMBEDDING].dtype, device, dtype)
-    moved: dict[int, Tensor] = {}
-    for name, tensor in weights.items():
-        # Tied tensors stay one tensor.
-        if id(tensor) not in moved:
-            moved[id(tensor)] = tensor.to(device=device, dtype=target)
-        weights[name] = moved[id(tensor)]
     return weights
 
 
-def _read_folder(folder: Path) -> dict[str, Tensor]:
+def stored_dtype(folder: Path) -> StoredDtype:
+    """Return what the matrices are stored as: what config.json says about it does not count."""
+    try:
+        headers = [read_header(path) for path in _weight_files(folder)]
+    except SafetensorsError as error:
+        raise LoadError(str(error)) from None
+    for name in (EMBEDDING, LM_HEAD):
+        for entries in headers:
+            if name in entries:
+                return entries[name].dtype
+    raise LoadError(f"{folder}: neither {EMBEDDING} nor {LM_HEAD}")
+
+
+def check_weights(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise unless the weights are exactly those that the config describes."""
+    expected = dict(expected_shapes(config))
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise WeightsError(f"{name} is missing from the weights")
+        if shapes[name] != shape:
+            actual = list(shapes[name])
+            raise WeightsError(f"{name} has shape {actual}, config.json implies {list(shape)}")
+    for name in shapes:
+        # Old checkpoints store the rotary frequencies, which the config determines.
+        if name not in expected and not name.endswith("rotary_emb.inv_freq"):
+            raise WeightsError(f"{name} is a tensor that config.json has no place for")
+
+
+def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of every tensor of the model."""
+    yield EMBEDDING, (config.vocab_size, config.hidden_size)
+    yield LM_HEAD, (config.vocab_size, config.hidden_size)
+    yield "model.norm.weight", (config.hidden_size,)
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}"
+        yield f"{layer}.input_layernorm.weight", (config.hidden_size,)
+        yield f"{layer}.post_attention_layernorm.weight", (config.hidden_size,)
+        for name, (num_rows, num_columns, has_bias) in _matrices(config).items():
+            yield f"{layer}.{name}.weight", (num_rows, num_columns)
+            if has_bias:
+                yield f"{layer}.{name}.bias", (num_rows,)
+
+
+def _matrices(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
+    """Name each matrix of a layer with its rows, its columns and whether it has a bias."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    query = config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    return {
+        "self_attn.q_proj": (query, hidden, config.attention_bias),
+        "self_attn.k_proj": (key, hidden, config.attention_bias),
+        "self_attn.v_proj": (key, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, query, config.attention_bias),
+        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
+        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
+    }
+
+
+def _weight_files(folder: Path) -> list[Path]:
     if (folder / _INDEX).exists():
-        return _read_shards(folder)
+        return [folder / shard for shard in sorted(set(_weight_map(folder).values()))]
     if (folder / _WEIGHTS).exists():
-        return map_tensors(folder / _WEIGHTS)
+        return [folder / _WEIGHTS]
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     hint = f"; {', '.join(pickles)} would have to be unpickled, which runs code" if pickles else ""
     raise LoadError(f"{folder}: neither {_WEIGHTS} nor {_INDEX}{hint}")
 
 
-def _read_shards(folder: Path) -> dict[str, Tensor]:
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Read which tensor lies in which file of the folder."""
     index = folder / _INDEX
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -71,20 +124,24 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
             raise LoadError(
                 f"{index}: {tensor} lies in {shard!r}, which is not a file of the folder"
             )
-    shards: dict[str, dict[str, Tensor]] = {}
-    for shard in sorted(set(weight_map.values())):
         if not (folder / shard).is_file():
             raise LoadError(f"{folder / shard}: missing, but {index.name} names it")
-        shards[shard] = map_tensors(folder / shard)
-    weights: dict[str, Tensor] = {}
-    for tensor, shard in weight_map.items():
-        if tensor not in shards[shard]:
-            raise LoadError(f"{folder / shard}: lacks {tensor}, which {index.name} places there")
-        weights[tensor] = shards[shard][tensor]
+    return weight_map
+
+
+def _read_folder(folder: Path) -> dict[str, StoredTensor]:
+    files = {path.name: map_tensors(path) for path in _weight_files(folder)}
+    if not (folder / _INDEX).exists():
+        return files[_WEIGHTS]
+    weights: dict[str, StoredTensor] = {}
+    for tensor, shard in _weight_map(folder).items():
+        if tensor not in files[shard]:
+            raise LoadError(f"{folder / shard}: lacks {tensor}, which {_INDEX} places there")
+        weights[tensor] = files[shard][tensor]
     return weights
 
 
-def _tie_embeddings(folder: Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+def _tie_embeddings(folder: Path, config: ModelConfig, weights: dict[str, StoredTensor]) -> None:
     """Leave both the embedding and the output head in `weights`, or raise."""
     embedding, lm_head = weights.get(EMBEDDING), weights.get(LM_HEAD)
     if not config.tie_word_embeddings:
@@ -94,7 +151,7 @@ def _tie_embeddings(folder: Path, config: ModelConfig, weights: dict[str, Tensor
         return
     if embedding is None and lm_head is None:
         raise LoadError(f"{folder}: neither {EMBEDDING} nor {LM_HEAD}")
-    if embedding is not None and lm_head is not None and not torch.equal(embedding, lm_head):
+    if embedding is not None and lm_head is not None and not embedding.equals(lm_head):
         raise LoadError(f"{folder}: tie_word_embeddings is true, but {LM_HEAD} differs")
     tied = embedding if embedding is not None else lm_head
     assert tied is not None
@@ -117,16 +174,6 @@ def _check_tokenizer(folder: Path, num_embeddings: int) -> None:
         raise LoadError(
             f"{path}: token id {highest} is beyond the weights' {num_embeddings} embeddings"
         )
-
-
-def _target_dtype(folder: Path, stored: torch.dtype, device: str, dtype: DtypeName) -> torch.dtype:
-    """What is stored counts, not what config.json says about it."""
-    if dtype != "auto":
-        return torch.float32 if dtype == "float32" else torch.bfloat16
-    if stored == torch.float16 and torch.device(device).type == "cpu":
-        logger.info("float16 weights become float32 on a CPU", extra={"model_path": str(folder)})
-        return torch.float32
-    return stored
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 from engine.batcher import ScheduledRequest
-from engine.forward_batch import SequenceSlice, build_batch
+from engine.forward_batch import Int64Array, SequenceSlice, build_batch
 from engine.kv_cache import KvCache
 from engine.models.registry import Model
+from engine.request import Request
 
 
 class Runner(Protocol):
@@ -23,8 +25,11 @@ class Runner(Protocol):
         """Bytes of one KV block."""
         ...
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        """Write the batch's KV; return a row of float32 logits for each request that samples."""
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> npt.NDArray[np.float32]:
+        """Write the batch's KV; return a row of logits for each request that samples.
+
+        The rows are the caller's to change, until the next call.
+        """
         ...
 
     def close(self) -> None:
@@ -35,10 +40,10 @@ class Runner(Protocol):
 class ModelRunner:
     """Owns the model and the memory of its KV cache."""
 
-    def __init__(self, model: Model, kv_cache: KvCache, device: str = "cpu") -> None:
+    def __init__(self, model: Model, kv_cache: KvCache) -> None:
         self._model = model
-        self._device = device
         self._kv_cache = kv_cache
+        self._block_tables = BlockTables()
 
     @property
     def vocab_size(self) -> int:
@@ -48,24 +53,72 @@ class ModelRunner:
     def block_bytes(self) -> int:
         return self._kv_cache.layout.block_bytes
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        return self.forward([_slice(item) for item in scheduled])
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> npt.NDArray[np.float32]:
+        return self.forward([self._slice(item) for item in scheduled])
 
-    @torch.inference_mode()
-    def forward(self, slices: Sequence[SequenceSlice]) -> Tensor:
+    def forward(self, slices: Sequence[SequenceSlice]) -> npt.NDArray[np.float32]:
         """Compute any slices, whoever owns their blocks; logits of the rows that they ask for."""
-        batch = build_batch(slices, self._kv_cache.layout.block_size, self._device)
+        batch = build_batch(slices, self._kv_cache.layout.block_size)
         return self._model.forward(batch, self._kv_cache)
 
+    def warm_up(self, num_tokens: int) -> None:
+        """Compute a prompt that nobody asked for, so that the first one that somebody asks for
+        finds all buffers made and all pages touched. The cache must not be in use yet.
+        """
+        block_size = self._kv_cache.layout.block_size
+        num_tokens = min(num_tokens, self._kv_cache.num_blocks * block_size)
+        block_ids = range(-(-num_tokens // block_size))
+        self.forward([SequenceSlice([0] * num_tokens, 0, block_ids)])
+
     def close(self) -> None:
+        self._model.close()
         self._kv_cache.close()
 
+    def _slice(self, item: ScheduledRequest) -> SequenceSlice:
+        start = item.request.num_computed_tokens
+        return SequenceSlice(
+            token_ids=item.request.slice_token_ids(start, start + item.num_tokens),
+            num_computed_tokens=start,
+            block_ids=self._block_tables.of(item.request),
+            num_logits=int(item.samples),
+        )
 
-def _slice(item: ScheduledRequest) -> SequenceSlice:
-    start = item.request.num_computed_tokens
-    return SequenceSlice(
-        token_ids=item.request.slice_token_ids(start, start + item.num_tokens),
-        num_computed_tokens=start,
-        block_ids=item.request.block_ids,
-        num_logits=int(item.samples),
-    )
+
+class BlockTables:
+    """The running requests' blocks as arrays, kept from step to step.
+
+    Making an array of a long sequence's list in every step would cost more than all else that
+    a step does in Python.
+    """
+
+    def __init__(self) -> None:
+        self._tables: WeakKeyDictionary[Request, _BlockTable] = WeakKeyDictionary()
+
+    def of(self, request: Request) -> Int64Array:
+        """The request's `block_ids`. Between two calls these may have been added to; all else
+        that happens to the blocks of a request that runs is a preemption.
+        """
+        table = self._tables.get(request)
+        if table is None or table.num_preemptions != request.num_preemptions:
+            table = _BlockTable(request.num_preemptions)
+            self._tables[request] = table
+        table.extend(request.block_ids)
+        return table.block_ids[: table.num_blocks]
+
+
+class _BlockTable:
+    def __init__(self, num_preemptions: int) -> None:
+        self.num_preemptions = num_preemptions
+        self.num_blocks = 0
+        self.block_ids: Int64Array = np.empty(0, dtype=np.int64)
+
+    def extend(self, block_ids: Sequence[int]) -> None:
+        num_blocks = len(block_ids)
+        if num_blocks == self.num_blocks:
+            return
+        if num_blocks > len(self.block_ids):
+            grown = np.empty(2 * num_blocks, dtype=np.int64)
+            grown[: self.num_blocks] = self.block_ids[: self.num_blocks]
+            self.block_ids = grown
+        self.block_ids[self.num_blocks : num_blocks] = block_ids[self.num_blocks :]
+        self.num_blocks = num_blocks

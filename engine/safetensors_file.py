@@ -8,27 +8,58 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
 
 class SafetensorsError(Exception):
     """A file that cannot be used; the message says what and where."""
 
 
+# As torch names them.
+StoredDtype = Literal["float32", "float16", "bfloat16"]
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """Where a tensor lies in the data that follows the header."""
 
-    dtype: torch.dtype
+    dtype: StoredDtype
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """A tensor as its file has it."""
+
+    dtype: StoredDtype
+    # bfloat16, which numpy does not have, as the uint16 of its bits.
+    array: npt.NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def equals(self, other: "StoredTensor") -> bool:
+        return self.dtype == other.dtype and np.array_equal(self.array, other.array)
+
+    def to_float32(self) -> npt.NDArray[np.float32]:
+        """The same values; without a copy where they are float32 already."""
+        if self.dtype == "bfloat16":
+            return (self.array.astype(np.uint32) << 16).view(np.float32)
+        return self.array.astype(np.float32, copy=False)
+
+
+_DTYPES: dict[str, StoredDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_ARRAY_DTYPES: dict[StoredDtype, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
 # The format's own limit.
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 8
@@ -36,14 +67,14 @@ _MAX_OFFSET = 1 << 62
 _LENGTH_BYTES = 8
 
 
-def map_tensors(path: Path) -> dict[str, Tensor]:
+def map_tensors(path: Path) -> dict[str, StoredTensor]:
     """Map the file and return its tensors; processes that map one file share its memory."""
     with path.open("rb") as file:
         entries, data_start = _read_header(path, file.fileno())
         # Copy-on-write: torch wants memory that it may write, and nothing ever does.
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     memory.madvise(mmap.MADV_WILLNEED)
-    data = torch.frombuffer(memory, dtype=torch.uint8)
+    data = np.frombuffer(memory, dtype=np.uint8)
     return {name: _view(data, data_start, entry) for name, entry in entries.items()}
 
 
@@ -53,11 +84,12 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         return _read_header(path, file.fileno())[0]
 
 
-def _view(data: Tensor, data_start: int, entry: TensorEntry) -> Tensor:
+def _view(data: npt.NDArray[np.uint8], data_start: int, entry: TensorEntry) -> StoredTensor:
     part = data[data_start + entry.begin : data_start + entry.end]
-    if part.storage_offset() % entry.dtype.itemsize:
-        part = part.clone()
-    return part.view(entry.dtype).view(entry.shape)
+    dtype = _ARRAY_DTYPES[entry.dtype]
+    if (data_start + entry.begin) % dtype.itemsize:
+        part = part.copy()
+    return StoredTensor(entry.dtype, part.view(dtype).reshape(entry.shape))
 
 
 def _read_header(path: Path, descriptor: int) -> tuple[dict[str, TensorEntry], int]:
@@ -132,7 +164,7 @@ def _parse_entry(name: str, value: object) -> TensorEntry:
         raise ValueError(f"{name}: {len(shape)} dimensions are too many")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{name}: data_offsets {list(offsets)} are no range")
-    num_bytes = math.prod(shape) * dtype.itemsize
+    num_bytes = math.prod(shape) * _ARRAY_DTYPES[dtype].itemsize
     if num_bytes != offsets[1] - offsets[0]:
         raise ValueError(
             f"{name}: shape {list(shape)} takes {num_bytes} bytes,"

@@ -1,16 +1,14 @@
 """How a token is chosen: the parameters, the row-by-row sampler, the generator behind it."""
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+from engine.kernels.library import SAMPLING_DTYPE
 from engine.request import InvalidParameter
 
 # Below this, dividing by the temperature is of no use and greedy is what is meant.
@@ -57,6 +55,18 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a row has to be prepared before a token is chosen from it."""
+        return bool(
+            self.logit_bias
+            or self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.min_tokens
+            or self.bad_words
+        )
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidParameter for the first value that is out of range."""
@@ -160,19 +170,24 @@ def uniform(seed: int, position: int) -> float:
     return (x >> 11) * 2.0**-53
 
 
+# Draws a token id per row of float32 logits[rows, vocab_size]; -1 for a row whose largest logit
+# is not finite. Parameters are SAMPLING_DTYPE, one per row; temperature 0 is greedy.
+Draw = Callable[[npt.NDArray[np.float32], Array], npt.NDArray[np.int64]]
+
+
 class Sampler:
     """Turns rows of logits into tokens.
 
-    Operations over several rows are only ones whose result for a row cannot depend on the
-    other rows: reductions along the last dimension of torch's row kernels, and exact arithmetic.
+    Nothing that happens to a row depends on the other rows.
     """
 
-    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, eos_token_ids: frozenset[int], draw: Draw | None = None) -> None:
+        """`draw`: the kernels' where they serve; by default the one of this module."""
         self._eos_token_ids = eos_token_ids
+        self._draw = draw or draw_tokens
 
-    @torch.inference_mode()
     def sample(
-        self, logits: Tensor, requests: Sequence[SamplingInput]
+        self, logits: npt.NDArray[np.float32], requests: Sequence[SamplingInput]
     ) -> list[SampledToken | None]:
         """Choose a token for each row; None where the row is no usable distribution.
 
@@ -181,32 +196,25 @@ class Sampler:
         if not requests:
             return []
         for row, request in zip(logits, requests, strict=True):
-            _add_bias(row, request)
-            _penalize(row, request)
-            self._mask(row, request)
-        best = logits.max(dim=-1)
-        # A NaN anywhere in a row, an infinity, or nothing left to choose from.
-        usable = best.values.isfinite().tolist()
-        token_ids: list[int] = best.indices.tolist()
-        random_rows = [
-            row
-            for row, request in enumerate(requests)
-            if usable[row] and not request.sampling_params.is_greedy
-        ]
-        if random_rows:
-            drawn = _draw(logits[random_rows], [requests[row] for row in random_rows])
-            for row, token_id in zip(random_rows, drawn, strict=True):
-                token_ids[row] = token_id
+            if request.sampling_params.changes_logits:
+                self._prepare(row, request)
+        vocab_size = logits.shape[1]
+        params = np.array(
+            [_draw_params(request, vocab_size) for request in requests], dtype=SAMPLING_DTYPE
+        )
         return [
-            SampledToken(token_id, _logprobs(row, token_id, request)) if is_usable else None
-            for row, token_id, request, is_usable in zip(
-                logits, token_ids, requests, usable, strict=True
+            None if token_id < 0 else SampledToken(token_id, _logprobs(row, token_id, request))
+            for row, token_id, request in zip(
+                logits, self._draw(logits, params).tolist(), requests, strict=True
             )
         ]
 
-    def _mask(self, row: Tensor, request: SamplingInput) -> None:
-        """Rule out bad words, and every end before `min_tokens`."""
+    def _prepare(self, row: Array, request: SamplingInput) -> None:
+        """Bias, then penalties, then masks."""
         params = request.sampling_params
+        for token_id, bias in params.logit_bias.items():
+            row[token_id] += np.float32(bias)
+        _penalize(row, request)
         masked = [word[-1] for word in params.bad_words if _would_complete(word, request)]
         if len(request.output_token_ids) < params.min_tokens:
             masked += self._eos_token_ids | params.stop_token_ids
@@ -214,25 +222,17 @@ class Sampler:
             row[masked] = -math.inf
 
 
-def _add_bias(row: Tensor, request: SamplingInput) -> None:
-    bias = request.sampling_params.logit_bias
-    if bias:
-        row[list(bias)] += row.new_tensor(list(bias.values()))
-
-
-def _penalize(row: Tensor, request: SamplingInput) -> None:
+def _penalize(row: Array, request: SamplingInput) -> None:
     params = request.sampling_params
     if params.repetition_penalty != 1:
-        seen = torch.tensor(list({*request.prompt_token_ids, *request.output_token_ids}))
-        values = row[seen]
-        penalty = params.repetition_penalty
-        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        counts = Counter(request.output_token_ids)
-        penalties = [
-            params.presence_penalty + count * params.frequency_penalty for count in counts.values()
-        ]
-        row[list(counts)] -= row.new_tensor(penalties)
+        seen = np.unique(np.array(request.prompt_token_ids + request.output_token_ids))
+        values, penalty = row[seen], np.float32(params.repetition_penalty)
+        row[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if request.output_token_ids and (params.presence_penalty or params.frequency_penalty):
+        seen, counts = np.unique(np.array(request.output_token_ids), return_counts=True)
+        row[seen] -= (params.presence_penalty + counts * params.frequency_penalty).astype(
+            np.float32
+        )
 
 
 def _would_complete(word: tuple[int, ...], request: SamplingInput) -> bool:
@@ -245,47 +245,63 @@ def _would_complete(word: tuple[int, ...], request: SamplingInput) -> bool:
     return num_before == 0 or tuple(tail) == word[:-1]
 
 
-def _draw(logits: Tensor, requests: Sequence[SamplingInput]) -> list[int]:
-    """Draw one token per row, by the inverse of the cumulative distribution in token order."""
-    temperatures = [request.sampling_params.temperature for request in requests]
-    scaled = logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device)[:, None]
-    # Sums are taken in numpy, one row at a time: their order is then the row's own.
-    all_probs = scaled.softmax(dim=-1).cpu().numpy()
-    token_ids = []
-    for row, probs, request in zip(scaled.cpu().numpy(), all_probs, requests, strict=True):
-        params = request.sampling_params
-        position = len(request.prompt_token_ids) + len(request.output_token_ids)
-        kept = _kept_token_ids(row, probs, params)
-        mass = probs if kept is None else probs[kept]
-        index = _inverse_cdf(mass, uniform(params.seed, position))
-        token_ids.append(index if kept is None else int(kept[index]))
+def _draw_params(
+    request: SamplingInput, vocab_size: int
+) -> tuple[int, int, float, float, float, int]:
+    """A row of SAMPLING_DTYPE."""
+    params = request.sampling_params
+    position = len(request.prompt_token_ids) + len(request.output_token_ids)
+    temperature = 0.0 if params.is_greedy else params.temperature
+    top_k = min(max(params.top_k, 0), vocab_size)
+    return params.seed, position, temperature, params.top_p, params.min_p, top_k
+
+
+def draw_tokens(logits: npt.NDArray[np.float32], params: Array) -> npt.NDArray[np.int64]:
+    """Draw tokens without the kernels; they agree with the kernels' but for rounding."""
+    best = logits.argmax(axis=1)
+    # A NaN anywhere in a row, an infinity, or nothing left to choose from.
+    usable = np.isfinite(logits[np.arange(len(logits)), best])
+    token_ids = np.where(usable, best, -1)
+    for index in np.flatnonzero(usable & (params["temperature"] > 0)):
+        token_ids[index] = _draw(logits[index], params[index])
     return token_ids
 
 
-def _inverse_cdf(probs: Array, number: float) -> int:
-    cdf = np.cumsum(probs, dtype=np.float64)
+def _draw(logits: Array, params: Any) -> int:
+    """Draw by the inverse of the cumulative distribution in token order."""
+    row = logits / params["temperature"]
+    weights = np.exp(row - row.max())
+    number = uniform(int(params["seed"]), int(params["position"]))
+    kept = _kept_token_ids(row, weights, params)
+    if kept is None:
+        return _inverse_cdf(weights, number)
+    return int(kept[_inverse_cdf(weights[kept], number)])
+
+
+def _inverse_cdf(weights: Array, number: float) -> int:
+    cdf = np.cumsum(weights, dtype=np.float64)
     # Rounding must not carry the target to the very end, past the last possible token.
     target = min(number * cdf[-1], np.nextafter(cdf[-1], 0.0))
     return int(np.searchsorted(cdf, target, side="right"))
 
 
-def _kept_token_ids(row: Array, probs: Array, params: SamplingParams) -> Array | None:
+def _kept_token_ids(row: Array, weights: Array, params: Any) -> Array | None:
     """The tokens that top_k, then top_p, then min_p leave, in token order; None: all."""
-    top_k = params.top_k if 0 < params.top_k < len(row) else None
-    if top_k is None and params.top_p >= 1 and params.min_p <= 0:
+    top_k = int(params["top_k"]) if 0 < params["top_k"] < len(row) else None
+    if top_k is None and params["top_p"] >= 1 and params["min_p"] <= 0:
         return None
     # Each of the three keeps a beginning of the tokens in order of probability, mostly a short
     # one; only where the likely ones do not settle it, all are sorted.
     candidates = _most_likely(row, _LIKELY)
-    num_kept = _num_kept(candidates, row, probs, top_k, params)
+    num_kept = _num_kept(candidates, row, weights, top_k, params)
     if num_kept is None:
         candidates = _most_likely(row, math.inf)
-        num_kept = _num_kept(candidates, row, probs, top_k, params)
+        num_kept = _num_kept(candidates, row, weights, top_k, params)
     return np.sort(candidates[:num_kept])
 
 
 def _num_kept(
-    candidates: Array, row: Array, probs: Array, top_k: int | None, params: SamplingParams
+    candidates: Array, row: Array, weights: Array, top_k: int | None, params: Any
 ) -> int | None:
     """How many of the sorted candidates stay; None: perhaps more than there are candidates."""
     is_partial = len(candidates) < len(row)
@@ -294,13 +310,12 @@ def _num_kept(
             return None
         candidates, is_partial = candidates[:top_k], False
     num_kept = len(candidates)
-    if params.top_p < 1:
-        cdf = np.cumsum(probs[candidates], dtype=np.float64)
-        total = 1.0 if top_k is None else cdf[-1]
-        num_kept = min(num_kept, int(np.searchsorted(cdf, params.top_p * total)) + 1)
-    if params.min_p > 0:
-        threshold = row[candidates[0]] + np.float32(math.log(params.min_p))
-        num_kept = int(np.count_nonzero(row[candidates[:num_kept]] >= threshold))
+    if params["top_p"] < 1:
+        cdf = np.cumsum(weights[candidates], dtype=np.float64)
+        total = weights.sum(dtype=np.float64) if top_k is None else cdf[-1]
+        num_kept = min(num_kept, int(np.searchsorted(cdf, float(params["top_p"]) * total)) + 1)
+    if params["min_p"] > 0:
+        num_kept = int(np.count_nonzero(weights[candidates[:num_kept]] >= params["min_p"]))
     return None if is_partial and num_kept == len(candidates) else num_kept
 
 
@@ -310,18 +325,21 @@ def _most_likely(row: Array, margin: float) -> Array:
     return token_ids[np.argsort(-row[token_ids], kind="stable")]
 
 
-def _logprobs(row: Tensor, token_id: int, request: SamplingInput) -> TokenLogprobs | None:
+def _logprobs(row: Array, token_id: int, request: SamplingInput) -> TokenLogprobs | None:
     count = request.sampling_params.num_logprobs
     if count is None:
         return None
-    logprobs = row.log_softmax(dim=-1).cpu().numpy()
-    best = _most_likely(logprobs, _LIKELY)
-    if len(best) < count:
-        best = _most_likely(logprobs, math.inf)
+    largest = row.max()
+    log_total = float(largest) + math.log(np.exp(row - largest).sum(dtype=np.float64))
+    best: Array = row[:0]
+    if count > 0:
+        best = _most_likely(row, _LIKELY)
+        if len(best) < count:
+            best = _most_likely(row, math.inf)
     # Masked tokens are no alternatives.
     top = [
-        Candidate(int(other), float(logprobs[other]))
+        Candidate(int(other), float(row[other]) - log_total)
         for other in best[:count]
-        if logprobs[other] > -math.inf
+        if row[other] > -math.inf
     ]
-    return TokenLogprobs(token_id, float(logprobs[token_id]), tuple(top))
+    return TokenLogprobs(token_id, float(row[token_id]) - log_total, tuple(top))

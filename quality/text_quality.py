@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,8 +20,8 @@ _ROWS_AT_ONCE = 64
 class SliceRunner(Protocol):
     """The part of a model runner that is measured here."""
 
-    def forward(self, slices: Sequence[SequenceSlice]) -> Tensor:
-        """Float32 logits, a row for each position that a slice asks for."""
+    def forward(self, slices: Sequence[SequenceSlice]) -> npt.NDArray[np.float32]:
+        """Logits, a row for each position that a slice asks for; valid until the next call."""
         ...
 
 
@@ -120,7 +122,8 @@ def _tally(
     tally = _Tally()
     for part in _slices(token_ids, window):
         # Both run the same chunk before the next one: the logits of a whole text are too many.
-        ours, theirs = reference.forward([part.slice]), candidate.forward([part.slice])
+        ours = torch.from_numpy(reference.forward([part.slice]))
+        theirs = torch.from_numpy(candidate.forward([part.slice]))
         for start in range(0, len(part.next_ids), _ROWS_AT_ONCE):
             rows = slice(start, min(start + _ROWS_AT_ONCE, len(part.next_ids)))
             tally.count(ours[rows], theirs[rows], torch.tensor(part.next_ids[rows]))

@@ -5,8 +5,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from engine.batcher import Batcher, ScheduledRequest
 from engine.block_pool import BlockPool
@@ -16,6 +15,8 @@ from engine.request import EngineEvent, Request, RequestFailed, TokenOutput
 from engine.sampling import Sampler, SamplingParams
 
 EOS = 2
+
+Logits = npt.NDArray[np.float32]
 
 
 class FakeClock:
@@ -41,11 +42,11 @@ class ContentHasher:
         return hashlib.sha256(parent + repr(list(token_ids)).encode()).digest()[:16]
 
 
-def logits_after(token_ids: Sequence[int], vocab_size: int) -> Tensor:
+def logits_after(token_ids: Sequence[int], vocab_size: int) -> Logits:
     """Random logits that depend on every token and on their order."""
     seed = zlib.crc32(np.array(token_ids, dtype=np.int64).tobytes())
     row = np.random.default_rng(seed).standard_normal(vocab_size, dtype=np.float32)
-    return torch.from_numpy(row * 2)
+    return row * 2
 
 
 class MemoryRunner:
@@ -64,7 +65,7 @@ class MemoryRunner:
         self.is_broken: Callable[[Request], bool] = lambda request: False
         self.is_closed = False
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Logits:
         self.step_sizes.append(sum(item.num_tokens for item in scheduled))
         for item in scheduled:
             start = item.request.num_computed_tokens
@@ -72,7 +73,7 @@ class MemoryRunner:
                 item.request.block_ids, start, item.request.token_ids[start:][: item.num_tokens]
             )
         rows = [self._row(item.request) for item in scheduled if item.samples]
-        return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)
+        return np.array(rows, dtype=np.float32).reshape(len(rows), self.vocab_size)
 
     def write(self, block_ids: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
         """What a pass, or a transfer from another engine, leaves in the cache."""
@@ -83,9 +84,9 @@ class MemoryRunner:
     def close(self) -> None:
         self.is_closed = True
 
-    def _row(self, request: Request) -> Tensor:
+    def _row(self, request: Request) -> Logits:
         if self.is_broken(request):
-            return torch.full((self.vocab_size,), torch.nan)
+            return np.full(self.vocab_size, np.nan, dtype=np.float32)
         seen = self.memory[request.block_ids].flatten()[: request.num_tokens]
         return logits_after(seen.tolist(), self.vocab_size)
 

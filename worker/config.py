@@ -6,7 +6,14 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from engine.config import MIB, EngineConfig
+from engine.config import (
+    MIB,
+    BackendName,
+    DtypeName,
+    EngineConfig,
+    KvDtypeName,
+    QuantizationName,
+)
 from mesh.config import Address, ServiceConfig
 
 
@@ -22,8 +29,22 @@ class WorkerConfig(ServiceConfig):
         None, description="host under which others reach this worker; by default the listen host"
     )
     device: str = Field("cpu", description="where the model runs, as torch names it")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of weights and KV; auto is what the checkpoint stores"
+    backend: BackendName | Literal["auto"] = Field(
+        "auto", description="what computes; auto is the compiled kernels where they can"
+    )
+    dtype: DtypeName | Literal["auto"] = Field(
+        "auto", description="of weights that are not quantized; auto is what the checkpoint stores"
+    )
+    quantization: QuantizationName | Literal["auto"] = Field(
+        "auto",
+        description="of the weights, the same in all workers of a model; auto is none, or int4 for"
+        " a model that was made from such weights",
+    )
+    kv_cache_dtype: KvDtypeName | Literal["auto"] = Field(
+        "auto", description="of keys and values; auto is dtype, or bfloat16 with quantized weights"
+    )
+    packed_weights_dir: Path | None = Field(
+        None, description="where packed weights are kept; by default in the model's folder"
     )
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a KV block")
     num_blocks: int | None = Field(
@@ -43,7 +64,7 @@ class WorkerConfig(ServiceConfig):
     max_num_waiting: int = Field(256, ge=1, description="requests that may wait for room")
     enable_prefix_caching: bool = Field(True, description="reuse the KV of equal prompt beginnings")
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of a forward pass; by default torch's choice"
+        None, ge=1, description="CPU threads of a forward pass; by default one per core"
     )
     segment_dir: Path = Field(
         Path("/dev/shm"), description="where the KV cache's shared-memory file is made"
@@ -73,7 +94,11 @@ class WorkerConfig(ServiceConfig):
         return EngineConfig(
             model_path=self.model_path,
             device=self.device,
+            backend=self.backend,
             dtype=self.dtype,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            packed_weights_dir=self.packed_weights_dir,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
             kv_cache_memory_bytes=self.kv_cache_memory_bytes,

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.engine import Engine, build_engine
+from engine.model_revision import model_revision
 from mesh.block_keys import BlockKeys, layout_fingerprint
 from mesh.v1 import kv_transfer_pb2
 from worker.config import WorkerConfig
-from worker.model_revision import model_revision
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,23 @@ static void load_values(const std::uint8_t* const* rows, int count, std::int64_t
   }
 }
 
+// Starts fetching a chunk's rows: they lie in blocks far apart, where the hardware cannot guess.
+static void prefetch_chunk(const AttentionTask& task, std::int64_t first_key, std::int64_t end) {
+  const KvView& kv = task.kv;
+  const std::int64_t row_bytes = kv.head_dim * element_bytes(kv.format);
+  const std::int64_t last = first_key + kKeyChunk < end ? first_key + kKeyChunk : end;
+  for (const std::int64_t offset : {kv.key_offset, kv.value_offset}) {
+    for (std::int64_t key = first_key; key < last;) {
+      const std::int64_t in_block = key % kv.block_size;
+      const std::int64_t run = kv.block_size - in_block < last - key ? kv.block_size - in_block : last - key;
+      const std::int64_t slot = task.block_table[key / kv.block_size] * kv.block_size + in_block;
+      const std::uint8_t* rows = row_at(kv, slot, offset);
+      for (std::int64_t i = 0; i < run * row_bytes; i += 64) __builtin_prefetch(rows + i, 0, 3);
+      key += run;
+    }
+  }
+}
+
 static void load_chunk(const AttentionTask& task, std::int64_t first_key, int count,
                        const Chunk& chunk) {
   const KvView& kv = task.kv;
@@ -418,6 +435,10 @@ static void attend(const AttentionTask& task) {
   float* running = take(num_queries * state_floats);
   Query* queries = reinterpret_cast<Query*>(next);
   const std::int64_t end = task.first_position + task.num_rows;  // one past the last key
+  const std::int64_t last_key =
+      (task.first_segment + task.num_segments) * kKeySegment < end
+          ? (task.first_segment + task.num_segments) * kKeySegment
+          : end;
   for (std::int64_t segment = 0; segment < task.num_segments; ++segment) {
     const std::int64_t first_key = (task.first_segment + segment) * kKeySegment;
     const std::int64_t segment_end = first_key + kKeySegment < end ? first_key + kKeySegment : end;
@@ -428,6 +449,12 @@ static void attend(const AttentionTask& task) {
     }
     for (std::int64_t start = first_key; start < segment_end; start += kKeyChunk) {
       const int count = static_cast<int>(segment_end - start < kKeyChunk ? segment_end - start : kKeyChunk);
+      if (start + kKeyChunk < last_key) {
+        prefetch_chunk(task, start + kKeyChunk, last_key);
+      } else if (task.next != nullptr) {
+        const std::int64_t next_key = task.next->first_segment * kKeySegment;
+        prefetch_chunk(*task.next, next_key, task.next->first_position + task.next->num_rows);
+      }
       load_chunk(task, start, count, chunk);
       std::int64_t num = 0;
       for (std::int64_t row = 0; row < task.num_rows; ++row) {

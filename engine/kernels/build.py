@@ -49,14 +49,24 @@ def build(target: Path, extra_flags: Sequence[str] = ()) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         objects = [Path(folder, source.stem + ".o") for source in _sources()]
         commands = [
-            [compiler, *_FLAGS, *_level_flags(source.name), *extra_flags]
-            + ["-c", str(source), "-o", str(output)]
+            [
+                compiler,
+                *_FLAGS,
+                *_level_flags(source.name),
+                *extra_flags,
+                "-c",
+                str(source),
+                "-o",
+                str(output),
+            ]
             for source, output in zip(_sources(), objects, strict=True)
         ]
         with ThreadPoolExecutor() as threads:
             list(threads.map(_run, commands))
         library = Path(folder, LIBRARY_NAME)
-        _run([compiler, "-shared", "-pthread", *extra_flags, *map(str, objects)] + ["-o", str(library)])
+        _run(
+            [compiler, "-shared", "-pthread", *extra_flags, *map(str, objects), "-o", str(library)]
+        )
         library.replace(target)
     return target
 
@@ -67,14 +77,18 @@ def ensure_library() -> Path | None:
     installed = SOURCE_FOLDER / LIBRARY_NAME
     if installed.exists() and installed.stat().st_mtime >= _newest_source_time():
         return installed
-    cached = Path.home() / ".cache" / "pdmesh" / f"kernels-{_fingerprint()}" / LIBRARY_NAME
-    if cached.exists():
-        return cached
     try:
-        return build(cached)
+        return build_cached()
     except (BuildError, OSError) as error:
         logger.warning("kernels are not available, torch serves instead", extra={"why": str(error)})
         return None
+
+
+def build_cached(extra_flags: Sequence[str] = ()) -> Path:
+    """The library of exactly these sources and flags, from the user's cache if it is there."""
+    folder = Path.home() / ".cache" / "pdmesh" / f"kernels-{_fingerprint(extra_flags)}"
+    target = folder / LIBRARY_NAME
+    return target if target.exists() else build(target, extra_flags)
 
 
 def _sources() -> list[Path]:
@@ -98,8 +112,8 @@ def _newest_source_time() -> float:
     return max(path.stat().st_mtime for path in _all_sources())
 
 
-def _fingerprint() -> str:
-    digest = hashlib.sha256(platform.machine().encode())
+def _fingerprint(extra_flags: Sequence[str]) -> str:
+    digest = hashlib.sha256(f"{platform.machine()} {' '.join(extra_flags)}".encode())
     for path in _all_sources():
         content = path.read_bytes()
         digest.update(f"{path.name}:{len(content)}:".encode() + content)

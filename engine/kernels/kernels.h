@@ -90,6 +90,7 @@ struct AttentionTask {
   float* out;
   std::int64_t out_stride;
   float* scratch;
+  const AttentionTask* next;  // what the thread will do then, or null: its keys are fetched ahead
 };
 
 struct Kernels {

@@ -2,6 +2,7 @@
 #define PDMESH_LEVEL avx2
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 
 #include "vec_avx2.h"
 

@@ -2,6 +2,7 @@
 #define PDMESH_LEVEL avx512
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 
 #include "vec_avx512.h"
 

@@ -2,6 +2,7 @@
 #define PDMESH_LEVEL portable
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 
 #include "vec_portable.h"
 

@@ -111,8 +111,17 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pdmesh_model_sample": (c_int32, [c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p]),
     "pdmesh_linear_forward": (
         c_int32,
-        [c_char_p, POINTER(LinearStruct), c_void_p, c_int64, c_int64, c_void_p, c_int64]
-        + [c_int32, c_int32],
+        [
+            c_char_p,
+            POINTER(LinearStruct),
+            c_void_p,
+            c_int64,
+            c_int64,
+            c_void_p,
+            c_int64,
+            c_int32,
+            c_int32,
+        ],
     ),
     "pdmesh_rms_norm": (c_int32, [c_char_p, c_void_p, c_void_p, c_float, c_int64, c_void_p]),
     "pdmesh_exp": (c_int32, [c_char_p, c_void_p, c_int64, c_void_p]),
@@ -148,7 +157,12 @@ class Library:
             raise KernelError(self.functions.pdmesh_status_text(status).decode())
 
     def block_bytes(
-        self, kv_format: KvFormat, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int
+        self,
+        kv_format: KvFormat,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
     ) -> int:
         """Bytes of one KV block, scales included."""
         return int(

@@ -14,7 +14,7 @@ namespace {
 
 // Sequences with at most this many rows are split by key segment, longer ones by rows.
 constexpr std::int64_t kFewRows = 4;
-constexpr std::int64_t kSlabRows = 16;
+constexpr std::int64_t kSlabRows = 32;
 
 }  // namespace
 
@@ -251,31 +251,40 @@ void Model::rotate_and_store(int thread, std::int64_t layer) {
 }
 
 void Model::attend(int thread, std::int64_t layer) {
-  const std::int64_t heads_per_kv = config_.num_heads / config_.num_kv_heads;
-  const std::int64_t stride = query_size_ + 2 * kv_size_;
   const std::int64_t count = static_cast<std::int64_t>(items_.size());
-  for (;;) {
-    const std::int64_t index = next_item_[layer].fetch_add(1);
-    if (index >= count) break;
-    const AttentionItem& item = items_[static_cast<std::size_t>(index)];
-    const std::int64_t head_offset = item.kv_head * heads_per_kv * config_.head_dim;
-    AttentionTask task;
-    task.kv = kv_layout_.view(batch_->kv_cache, layer, item.kv_head);
-    task.block_table = batch_->block_tables + item.sequence * batch_->max_blocks;
-    task.first_position = batch_->positions[item.first_row];
-    task.num_rows = item.num_rows;
-    task.num_heads = heads_per_kv;
-    task.queries = qkv_.data() + item.first_row * stride + head_offset;
-    task.query_stride = stride;
-    task.first_segment = item.first_segment;
-    task.num_segments = item.num_segments;
-    task.partial = item.partial < 0 ? nullptr : partial_.data() + item.partial;
-    task.out = attended_.data() + item.first_row * query_size_ + head_offset;
-    task.out_stride = query_size_;
-    task.scratch = attention_scratch_[static_cast<std::size_t>(thread)].data();
-    kernels_.attend(task);
+  AttentionTask tasks[2];
+  std::int64_t index = next_item_[layer].fetch_add(1);
+  if (index < count) tasks[0] = attention_task(thread, layer, index);
+  for (int current = 0; index < count; current ^= 1) {
+    index = next_item_[layer].fetch_add(1);
+    if (index < count) tasks[current ^ 1] = attention_task(thread, layer, index);
+    tasks[current].next = index < count ? &tasks[current ^ 1] : nullptr;
+    kernels_.attend(tasks[current]);
   }
   pool_.barrier();
+}
+
+AttentionTask Model::attention_task(int thread, std::int64_t layer, std::int64_t index) {
+  const AttentionItem& item = items_[static_cast<std::size_t>(index)];
+  const std::int64_t heads_per_kv = config_.num_heads / config_.num_kv_heads;
+  const std::int64_t stride = query_size_ + 2 * kv_size_;
+  const std::int64_t head_offset = item.kv_head * heads_per_kv * config_.head_dim;
+  AttentionTask task;
+  task.kv = kv_layout_.view(batch_->kv_cache, layer, item.kv_head);
+  task.block_table = batch_->block_tables + item.sequence * batch_->max_blocks;
+  task.first_position = batch_->positions[item.first_row];
+  task.num_rows = item.num_rows;
+  task.num_heads = heads_per_kv;
+  task.queries = qkv_.data() + item.first_row * stride + head_offset;
+  task.query_stride = stride;
+  task.first_segment = item.first_segment;
+  task.num_segments = item.num_segments;
+  task.partial = item.partial < 0 ? nullptr : partial_.data() + item.partial;
+  task.out = attended_.data() + item.first_row * query_size_ + head_offset;
+  task.out_stride = query_size_;
+  task.scratch = attention_scratch_[static_cast<std::size_t>(thread)].data();
+  task.next = nullptr;
+  return task;
 }
 
 void Model::merge_row(std::int64_t row) {

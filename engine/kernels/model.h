@@ -47,6 +47,7 @@ class Model {
                const Epilogue& epilogue);
   void rotate_and_store(int thread, std::int64_t layer);
   void attend(int thread, std::int64_t layer);
+  AttentionTask attention_task(int thread, std::int64_t layer, std::int64_t index);
   void merge_row(std::int64_t row);
   void head(int thread);
 

@@ -234,7 +234,7 @@ class PackedModel:
                 matrix.n,
                 matrix.k,
                 self.arena[f"{name}.data"],
-                None if matrix.scales is None else self.arena[f"{name}.scales"],
+                self.arena.get(f"{name}.scales"),
             )
             for name, matrix in matrices.items()
         }
@@ -381,5 +381,5 @@ def _checksum(weights: Mapping[str, Weight], weight_format: WeightFormat) -> str
         for part in parts:
             if part is not None:
                 digest.update(f":{part.dtype}{part.shape}".encode())
-                digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+                digest.update(part.tobytes())
     return digest.hexdigest()

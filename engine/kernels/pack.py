@@ -44,8 +44,8 @@ def pack(weights: MatrixWeights) -> PackedMatrix:
         return _packed(weights, data)
     if weights.format is WeightFormat.BFLOAT16:
         values = _padded(weights.values, padded_n, -(-k // 2) * 2)
-        data = values.reshape(-1, UNIT_SIZE, values.shape[1] // 2, 2).transpose(0, 2, 1, 3)
-        return _packed(weights, data)
+        pairs = values.reshape(-1, UNIT_SIZE, values.shape[1] // 2, 2).transpose(0, 2, 1, 3)
+        return _packed(weights, pairs)
     return _pack_integers(weights, padded_n)
 
 
@@ -82,8 +82,8 @@ class Arena:
     def __getitem__(self, name: str) -> Array:
         return self._arrays[name]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._arrays
+    def get(self, name: str) -> Array | None:
+        return self._arrays.get(name)
 
 
 def write_packed(path: Path, matrices: Mapping[str, PackedMatrix], checksum: str) -> None:

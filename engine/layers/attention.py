@@ -82,13 +82,14 @@ def plan_attention(
     layout: KvCacheLayout,
     num_kv_groups: int,
     sliding_window: int | None,
-    mask_dtype: torch.dtype,
+    hidden: Tensor,
 ) -> PagedAttention:
-    """Work out what all layers of a step share."""
-    heads = torch.arange(2 * layout.num_kv_heads, device=batch.token_ids.device)
-    write_rows = _cache_rows(batch.slot_mapping, layout)[:, None] + heads * layout.block_size
+    """Work out what all layers of a step share, in the dtype and on the device of `hidden`."""
+    heads = torch.arange(2 * layout.num_kv_heads, device=hidden.device)
+    slots = torch.from_numpy(batch.slot_mapping).to(hidden.device)
+    write_rows = _cache_rows(slots, layout)[:, None] + heads * layout.block_size
     groups = [
-        _plan_group(batch, members, layout, num_kv_groups, sliding_window, mask_dtype)
+        _plan_group(batch, members, layout, num_kv_groups, sliding_window, hidden)
         for members in _group_sequences(batch)
     ]
     return PagedAttention(layout, write_rows.flatten(), groups)
@@ -120,14 +121,14 @@ def _plan_group(
     layout: KvCacheLayout,
     num_kv_groups: int,
     sliding_window: int | None,
-    mask_dtype: torch.dtype,
+    hidden: Tensor,
 ) -> SequenceGroup:
-    device = batch.token_ids.device
+    device = hidden.device
     query_len = batch.query_starts[members[0] + 1] - batch.query_starts[members[0]]
     seq_lens = torch.tensor([batch.seq_lens[seq] for seq in members], device=device)
     kv_len = max(batch.seq_lens[seq] for seq in members)
     query_rows = None
-    tables = batch.block_tables
+    tables = torch.from_numpy(batch.block_tables).to(device)
     if len(members) < batch.num_seqs:
         starts = torch.tensor([batch.query_starts[seq] for seq in members], device=device)
         query_rows = (starts[:, None] + torch.arange(query_len, device=device)).flatten()
@@ -138,7 +139,7 @@ def _plan_group(
         query_rows=query_rows,
         kv_rows=_kv_rows(tables, seq_lens, kv_len, layout),
         kv_len=kv_len,
-        mask=_mask(seq_lens, query_len, kv_len, num_kv_groups, sliding_window, mask_dtype),
+        mask=_mask(seq_lens, query_len, kv_len, num_kv_groups, sliding_window, hidden.dtype),
     )
 
 

@@ -1,23 +1,23 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, Mistral."""
+"""The Llama family on torch: Llama 2 and 3, SmolLM2, Mistral."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.config import ModelConfig, ModelError
+from engine.config import ModelConfig
 from engine.forward_batch import ForwardBatch
 from engine.kv_cache import KvCache
 from engine.layers.attention import PagedAttention, plan_attention
 from engine.layers.linear import Linear
 from engine.layers.norm import RmsNorm
 from engine.layers.rotary import RotaryEmbedding, Rotation
+from engine.loader import check_weights
 
-
-class WeightsError(ModelError):
-    """The weights do not fit config.json."""
+Float32Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LlamaModel:
     """Runs on plain torch operators, over weights that it does not own and never writes."""
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
-        check_weights(config, weights)
+        check_weights(config, {name: tuple(tensor.shape) for name, tensor in weights.items()})
         self.config = config
         self._embedding = weights["model.embed_tokens.weight"]
         self._layers = [_layer(config, weights, index) for index in range(config.num_layers)]
@@ -72,71 +72,26 @@ class LlamaModel:
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it computes in, and what the KV cache holds."""
-        return self._embedding.dtype
-
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> Tensor:
+    def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> Float32Array:
         """Write the batch's keys and values, and return float32 logits `[L, vocab_size]`."""
-        config = self.config
-        hidden = F.embedding(batch.token_ids, self._embedding)
-        rotate = self._rotary.at(batch.positions, hidden.dtype)
+        config, device = self.config, self._embedding.device
+        hidden = F.embedding(torch.from_numpy(batch.token_ids).to(device), self._embedding)
+        positions = torch.from_numpy(batch.positions).to(device)
+        rotate = self._rotary.at(positions, hidden.dtype)
         attention = plan_attention(
-            batch, kv_cache.layout, config.num_kv_groups, config.sliding_window, hidden.dtype
+            batch, kv_cache.layout, config.num_kv_groups, config.sliding_window, hidden
         )
         for index, layer in enumerate(self._layers):
             normed = layer.input_norm(hidden)
             hidden = hidden + layer.attend(index, normed, rotate, attention, kv_cache)
             hidden = hidden + layer.feed_forward(layer.post_attention_norm(hidden))
-        return self._lm_head(self._norm(hidden[batch.logits_rows])).float()
+        wanted = hidden[torch.from_numpy(batch.logits_rows).to(device)]
+        logits: Float32Array = self._lm_head(self._norm(wanted)).float().cpu().numpy()
+        return logits
 
-
-def check_weights(config: ModelConfig, weights: dict[str, Tensor]) -> None:
-    """Raise unless the weights are exactly those that the config describes."""
-    expected = dict(expected_shapes(config))
-    for name, shape in expected.items():
-        if name not in weights:
-            raise WeightsError(f"{name} is missing from the weights")
-        if weights[name].shape != shape:
-            actual = list(weights[name].shape)
-            raise WeightsError(f"{name} has shape {actual}, config.json implies {list(shape)}")
-    for name in weights:
-        # Old checkpoints store the rotary frequencies, which the config determines.
-        if name not in expected and not name.endswith("rotary_emb.inv_freq"):
-            raise WeightsError(f"{name} is a tensor that config.json has no place for")
-
-
-def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of every tensor of the model."""
-    yield "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
-    yield "lm_head.weight", (config.vocab_size, config.hidden_size)
-    yield "model.norm.weight", (config.hidden_size,)
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", (config.hidden_size,)
-        yield f"{layer}.post_attention_layernorm.weight", (config.hidden_size,)
-        for name, (num_rows, num_columns, has_bias) in _matrices(config).items():
-            yield f"{layer}.{name}.weight", (num_rows, num_columns)
-            if has_bias:
-                yield f"{layer}.{name}.bias", (num_rows,)
-
-
-def _matrices(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
-    """Name each matrix of a layer with its rows, its columns and whether it has a bias."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    query = config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
-    return {
-        "self_attn.q_proj": (query, hidden, config.attention_bias),
-        "self_attn.k_proj": (key, hidden, config.attention_bias),
-        "self_attn.v_proj": (key, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, query, config.attention_bias),
-        "mlp.gate_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.up_proj": (intermediate, hidden, config.mlp_bias),
-        "mlp.down_proj": (hidden, intermediate, config.mlp_bias),
-    }
+    def close(self) -> None:
+        """Nothing to end: torch's threads are the process's."""
 
 
 def _layer(config: ModelConfig, weights: dict[str, Tensor], index: int) -> LlamaLayer:

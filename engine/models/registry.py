@@ -1,14 +1,24 @@
-"""Which code runs which architecture."""
+"""Which code runs which model, chosen once when the engine starts."""
 
+import os
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
-from engine.config import ModelConfig
+from engine.config import BackendName, DtypeName, EngineConfig, KvDtypeName, ModelConfig, ModelError
 from engine.forward_batch import ForwardBatch
-from engine.kv_cache import KvCache
-from engine.models.llama import LlamaModel
+from engine.kernels.library import load_library
+from engine.kv_cache import KvCache, KvCacheLayout
+from engine.loader import load_weights, stored_dtype
+from engine.models.native import NativeModel
+from engine.models.native_weights import WeightsName, has_quantized_source, load_packed
+from engine.sampling import Draw, draw_tokens
+
+
+class BackendError(ModelError):
+    """The settings ask for something that cannot be run here."""
 
 
 class Model(Protocol):
@@ -17,19 +27,131 @@ class Model(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What it computes in, and what the KV cache holds."""
+    def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> npt.NDArray[np.float32]:
+        """Write the batch's keys and values, and return float32 logits `[L, vocab_size]`.
+
+        They are the caller's to change, until the next call.
+        """
         ...
 
-    def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> Tensor:
-        """Write the batch's keys and values, and return float32 logits `[L, vocab_size]`."""
+    def close(self) -> None:
+        """End its threads."""
         ...
 
 
-def build_model(config: ModelConfig, weights: dict[str, Tensor]) -> Model:
-    """Return the model that `config.architecture` names.
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, the layout of its cache, and what draws tokens from its logits."""
 
-    ModelConfig has refused all others: Mistral differs from Llama by its window only.
-    """
-    return LlamaModel(config, weights)
+    model: Model
+    layout: KvCacheLayout
+    draw: Draw
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `EngineConfig` comes to for one model on this machine."""
+
+    backend: BackendName
+    weights: WeightsName
+    kv_dtype: KvDtypeName
+
+
+def load_model(config: EngineConfig, model_config: ModelConfig, max_model_len: int) -> LoadedModel:
+    """Load a model for sequences of up to `max_model_len` tokens."""
+    choice = choose(config, model_config, max_model_len)
+    layout = KvCacheLayout(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=config.block_size,
+        dtype=choice.kv_dtype,
+        weights=choice.weights,
+    )
+    if choice.backend == "torch":
+        return LoadedModel(_load_torch(config, model_config), layout, draw_tokens)
+    library = load_library()
+    assert library is not None, "choose() has found it"
+    native = NativeModel(
+        library,
+        model_config,
+        load_packed(config.model_path, model_config, choice.weights, config.packed_weights_dir),
+        layout,
+        num_positions=max_model_len,
+        num_threads=config.num_threads or len(os.sched_getaffinity(0)),
+    )
+    return LoadedModel(native, layout, native.draw)
+
+
+def choose(config: EngineConfig, model_config: ModelConfig, max_model_len: int) -> Choice:
+    """Settle what the settings leave open; raises BackendError where they cannot be met."""
+    obstacle = None
+    if config.backend != "torch":
+        obstacle = _obstacle_to_native(config, model_config, max_model_len)
+    if config.backend == "native" and obstacle is not None:
+        raise BackendError(f"the native backend cannot run this: {obstacle}")
+    is_native = config.backend != "torch" and obstacle is None
+    if not is_native:
+        for name, value in (
+            ("quantization", config.quantization),
+            ("kv_cache_dtype", config.kv_cache_dtype),
+        ):
+            if value in ("int8", "int4", "fp8"):
+                why = obstacle or "backend is torch"
+                raise BackendError(f"{name} {value} needs the native backend: {why}")
+    weights = _choose_weights(config, is_native)
+    kv_dtype = config.kv_cache_dtype
+    if kv_dtype == "auto":
+        kv_dtype = "float32" if weights == "float32" else "bfloat16"
+    elif not is_native and kv_dtype != weights:
+        raise BackendError(f"kv_cache_dtype {kv_dtype} with {weights} needs the native backend")
+    return Choice("native" if is_native else "torch", weights, kv_dtype)
+
+
+def _obstacle_to_native(
+    config: EngineConfig, model_config: ModelConfig, max_model_len: int
+) -> str | None:
+    """Say why the kernels cannot run this; None: they can."""
+    if config.device != "cpu":
+        return f"device is {config.device}"
+    if model_config.attention_bias or model_config.mlp_bias:
+        return "the model's matrices have biases"
+    if model_config.sliding_window is not None and model_config.sliding_window < max_model_len:
+        return "the model's attention has a sliding window"
+    if model_config.head_dim % 4:
+        return f"head_dim {model_config.head_dim} is no multiple of 4"
+    if load_library() is None:
+        return "the kernel library could not be built"
+    return None
+
+
+def _choose_weights(config: EngineConfig, is_native: bool) -> WeightsName:
+    match config.quantization:
+        case "int8" | "int4":
+            return config.quantization
+        case "auto" if is_native and config.dtype == "auto":
+            if has_quantized_source(config.model_path):
+                return "int4"
+    return _dtype(config)
+
+
+def _dtype(config: EngineConfig) -> DtypeName:
+    if config.dtype != "auto":
+        return config.dtype
+    stored = stored_dtype(config.model_path)
+    # float16 is for GPUs; float32 holds all of its values.
+    return "float32" if stored == "float16" else stored
+
+
+def _load_torch(config: EngineConfig, model_config: ModelConfig) -> Model:
+    # Imported here, because torch costs a worker 200 MB and seconds, and mostly is not needed.
+    import torch
+
+    from engine.models.llama import LlamaModel
+    from engine.models.torch_weights import to_tensors
+
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    weights = load_weights(config.model_path, model_config)
+    # ModelConfig has refused all other architectures: Mistral differs from Llama by its window.
+    return LlamaModel(model_config, to_tensors(weights, config.device, _dtype(config)))

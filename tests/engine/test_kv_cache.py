@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.config import KvDtypeName
+from engine.kernels.formats import KvFormat
+from engine.kernels.library import load_library
 from engine.kv_cache import KvCache, KvCacheLayout, KvSegmentError
 
-LAYOUT = KvCacheLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=4, dtype=torch.float32)
+KV_DTYPES: dict[KvFormat, KvDtypeName] = {
+    KvFormat.FLOAT32: "float32",
+    KvFormat.BFLOAT16: "bfloat16",
+    KvFormat.INT8: "int8",
+    KvFormat.FP8_E4M3: "fp8",
+}
+LAYOUT = KvCacheLayout(num_layers=2, num_kv_heads=3, head_dim=8, block_size=4, dtype="float32")
 
 
 def test_a_block_is_one_range_of_bytes_in_the_file(tmp_path: Path) -> None:
@@ -92,9 +101,9 @@ def test_a_segment_in_use_is_refused(tmp_path: Path) -> None:
 def test_the_segment_of_a_killed_engine_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     code = (
-        "import os, torch; from engine.kv_cache import KvCache, KvCacheLayout;"
-        f"cache = KvCache(KvCacheLayout(1, 1, 8, 4, torch.float32), 100, {str(path)!r});"
-        "cache.tensor.fill_(9.0); os.kill(os.getpid(), 9)"
+        "import os; from engine.kv_cache import KvCache, KvCacheLayout;"
+        f"cache = KvCache(KvCacheLayout(1, 1, 8, 4, 'float32'), 100, {str(path)!r});"
+        "cache.memory.fill(9); os.kill(os.getpid(), 9)"
     )
     killed = subprocess.run([sys.executable, "-c", code], check=False)
     assert killed.returncode == -9
@@ -109,8 +118,8 @@ def test_the_segment_of_a_killed_engine_is_replaced(tmp_path: Path) -> None:
 
 def test_an_engine_that_ends_leaves_no_noise(tmp_path: Path) -> None:
     code = (
-        "import torch; from engine.kv_cache import KvCache, KvCacheLayout;"
-        f"cache = KvCache(KvCacheLayout(1, 1, 8, 4, torch.float32), 9, {str(tmp_path / 'kv')!r});"
+        "from engine.kv_cache import KvCache, KvCacheLayout;"
+        f"cache = KvCache(KvCacheLayout(1, 1, 8, 4, 'float32'), 9, {str(tmp_path / 'kv')!r});"
         "rows = cache.rows; cache.close()"
     )
 
@@ -143,17 +152,40 @@ def test_a_segment_for_another_device_is_refused(tmp_path: Path) -> None:
         KvCache(LAYOUT, 2, str(tmp_path / "kv"), device="meta")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bytes_per_row"), [("float32", 32), ("bfloat16", 16), ("int8", 12), ("fp8", 12)]
+)
+def test_a_block_has_room_for_scales_in_the_8_bit_formats(
+    dtype: KvDtypeName, bytes_per_row: int
+) -> None:
+    layout = KvCacheLayout(2, 3, 8, 4, dtype)
+
+    assert layout.block_bytes == 2 * 2 * 3 * 4 * bytes_per_row
+
+
+def test_the_kernels_blocks_are_as_large() -> None:
+    library = load_library()
+    if library is None:
+        pytest.skip("the kernel library could not be built")
+    for kv_format in KvFormat:
+        dtype = KV_DTYPES[kv_format]
+        layout = KvCacheLayout(2, 3, 8, 4, dtype)
+
+        assert library.block_bytes(kv_format, 2, 3, 8, 4) == layout.block_bytes
+
+
 # KV-25
 @pytest.mark.parametrize(
     "other",
     [
-        KvCacheLayout(3, 3, 8, 4, torch.float32),
-        KvCacheLayout(2, 1, 8, 4, torch.float32),
-        KvCacheLayout(2, 3, 16, 4, torch.float32),
-        KvCacheLayout(2, 3, 8, 8, torch.float32),
-        KvCacheLayout(2, 3, 8, 4, torch.bfloat16),
+        KvCacheLayout(3, 3, 8, 4, "float32"),
+        KvCacheLayout(2, 1, 8, 4, "float32"),
+        KvCacheLayout(2, 3, 16, 4, "float32"),
+        KvCacheLayout(2, 3, 8, 8, "float32"),
+        KvCacheLayout(2, 3, 8, 4, "bfloat16"),
+        KvCacheLayout(2, 3, 8, 4, "float32", weights="int4"),
     ],
 )
 def test_layouts_that_differ_have_different_fields(other: KvCacheLayout) -> None:
     assert other.fields() != LAYOUT.fields()
-    assert KvCacheLayout(2, 3, 8, 4, torch.float32).fields() == LAYOUT.fields()
+    assert KvCacheLayout(2, 3, 8, 4, "float32").fields() == LAYOUT.fields()

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.config import ModelConfig
-from engine.loader import EMBEDDING, LM_HEAD, LoadError, load_weights
+from engine.config import DtypeName, ModelConfig
+from engine.loader import EMBEDDING, LM_HEAD, LoadError, load_weights, stored_dtype
+from engine.models.torch_weights import to_tensors
 from engine.safetensors_file import SafetensorsError, map_tensors, read_header
 from tests.tiny_llama import make_tiny_model
 
@@ -35,8 +36,8 @@ def folder(tiny: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, **options: Any) -> dict[str, Tensor]:
-    return load_weights(folder, ModelConfig.from_folder(folder), **options)
+def load(folder: Path, dtype: DtypeName = "float32") -> dict[str, Tensor]:
+    return to_tensors(load_weights(folder, ModelConfig.from_folder(folder)), dtype=dtype)
 
 
 def weights_file(folder: Path) -> Path:
@@ -101,6 +102,7 @@ def test_shards_load_as_one(folder: Path) -> None:
 
     weights = load(folder)
 
+    assert stored_dtype(folder) == "float32"
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
@@ -279,7 +281,7 @@ def test_a_long_valid_header_loads(tmp_path: Path) -> None:
         struct.pack("<2f", 1.5, -2.0),
     )
 
-    assert map_tensors(path)["a"].tolist() == [1.5, -2.0]
+    assert map_tensors(path)["a"].array.tolist() == [1.5, -2.0]
 
 
 def test_a_tensor_at_an_odd_offset_loads(tmp_path: Path) -> None:
@@ -290,8 +292,8 @@ def test_a_tensor_at_an_odd_offset_loads(tmp_path: Path) -> None:
 
     tensors = map_tensors(path)
 
-    assert tensors["a"].tolist() == [1.0]
-    assert tensors["b"].tolist() == [1.5, -2.0]
+    assert tensors["a"].to_float32().tolist() == [1.0]
+    assert tensors["b"].array.tolist() == [1.5, -2.0]
     assert tensors["empty"].shape == (0,)
 
 
@@ -334,23 +336,29 @@ def test_pickled_weights_are_never_opened(folder: Path, has_safetensors: bool) -
 
 # ML-08
 @pytest.mark.parametrize("declared", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("stored", "loaded"),
-    [
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float32),
-    ],
-)
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 def test_the_stored_dtype_counts_and_not_the_declared_one(
-    folder: Path, declared: str, stored: torch.dtype, loaded: torch.dtype
+    folder: Path, declared: str, stored: str
 ) -> None:
-    rewrite(folder, lambda tensors: {name: tensors[name].to(stored) for name in tensors})
+    dtype = getattr(torch, stored)
+    rewrite(folder, lambda tensors: {name: tensors[name].to(dtype) for name in tensors})
     edit_json(folder / "config.json", dtype=declared, torch_dtype=declared)
 
-    weights = load(folder)
+    assert stored_dtype(folder) == stored
+    for tensor in load_weights(folder, ModelConfig.from_folder(folder)).values():
+        assert tensor.dtype == stored
 
-    assert {tensor.dtype for tensor in weights.values()} == {loaded}
+
+def test_stored_values_become_float32_exactly(folder: Path) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        rewrite(folder, lambda tensors, to=dtype: {n: t.to(to) for n, t in tensors.items()})  # type: ignore[misc]
+        stored = load_weights(folder, ModelConfig.from_folder(folder))
+        expected = load_file(weights_file(folder))
+
+        assert all(
+            torch.equal(torch.from_numpy(stored[name].to_float32()), expected[name].float())
+            for name in expected
+        )
 
 
 # ML-08

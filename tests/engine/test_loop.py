@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
-from torch import Tensor
 
 from engine.batcher import ScheduledRequest
 from engine.block_pool import BlockEvents
@@ -26,7 +25,7 @@ from engine.request import (
     TooManyWaiting,
 )
 from engine.sampling import SamplingParams
-from tests.fakes import FakeClock, MemoryRunner, make_engine, naive_generate
+from tests.fakes import FakeClock, Logits, MemoryRunner, make_engine, naive_generate
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=190, temperature=0.0, ignore_eos=True)
@@ -42,7 +41,7 @@ class GatedRunner(MemoryRunner):
         self.begun = threading.Semaphore(0)
         self._permits = threading.Semaphore(0)
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Logits:
         if self.is_gated:
             self.begun.release()
             assert self._permits.acquire(timeout=20)

@@ -6,14 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from engine.request import InvalidParameter, Request
 from engine.sampling import SampledToken, Sampler, SamplingParams, uniform
+
+Row = npt.NDArray[np.float32]
 
 VOCAB_SIZE = 8
 EOS = frozenset({2, 0})
@@ -28,7 +29,7 @@ def make_request(
 
 
 def sample(rows: list[list[float]], requests: list[Request]) -> list[SampledToken | None]:
-    return Sampler(EOS).sample(torch.tensor(rows, dtype=torch.float32), requests)
+    return Sampler(EOS).sample(np.array(rows, dtype=np.float32), requests)
 
 
 def sample_one(row: list[float], request: Request) -> SampledToken:
@@ -273,22 +274,22 @@ def test_temperature_sharpens_and_flattens() -> None:
     assert hot[0] / 2000 == pytest.approx(0.6**0.5 / (0.6**0.5 + 0.4**0.5), abs=0.04)
 
 
-def reference_draw(row: Tensor, params: SamplingParams, number: float) -> int:
+def reference_draw(row: Row, params: SamplingParams, number: float) -> int:
     """The specification, slowly: everything sorted, everything in float64."""
-    scaled = (row / torch.tensor(params.temperature)).numpy()
-    probs = torch.from_numpy(scaled).softmax(-1).numpy()
+    scaled = row.astype(np.float64) / np.float32(params.temperature)
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
     order = np.lexsort((np.arange(len(scaled)), -scaled))
     if 0 < params.top_k < len(order):
         order = order[: params.top_k]
     if params.top_p < 1:
-        mass = np.cumsum(probs[order], dtype=np.float64)
+        mass = np.cumsum(probs[order])
         total = mass[-1] if 0 < params.top_k < len(scaled) else 1.0
-        order = order[: int((mass < params.top_p * total).sum()) + 1]
+        order = order[: int((mass < np.float32(params.top_p) * total).sum()) + 1]
     if params.min_p > 0:
-        threshold = scaled[order[0]] + np.float32(math.log(params.min_p))
-        order = order[scaled[order] >= threshold]
+        order = order[probs[order] / probs[order[0]] >= np.float32(params.min_p)]
     kept = np.sort(order)
-    cdf = np.cumsum(probs[kept], dtype=np.float64)
+    cdf = np.cumsum(probs[kept])
     return int(kept[np.searchsorted(cdf, number * cdf[-1], side="right")])
 
 
@@ -308,15 +309,14 @@ def reference_draw(row: Tensor, params: SamplingParams, number: float) -> int:
 def test_draws_agree_with_the_specification(
     vocab_size: int, row_seed: int, scale: float, is_coarse: bool, seed: int, **values: Any
 ) -> None:
-    row = torch.from_numpy(
-        np.random.default_rng(row_seed).standard_normal(vocab_size).astype(np.float32) * scale
-    )
+    drawn = np.random.default_rng(row_seed).standard_normal(vocab_size)
     if is_coarse:
-        row = (row * 4 / scale).round() / 4 * scale
+        drawn = (drawn * 4).round() / 4
+    row = (drawn * scale).astype(np.float32)
     params = SamplingParams(10, seed=seed, **values)
     expected = reference_draw(row, params, uniform(seed, 1))
 
-    [token] = Sampler(EOS).sample(row[None].clone(), [make_request(params)])
+    [token] = Sampler(EOS).sample(row[None].copy(), [make_request(params)])
 
     assert token == SampledToken(expected)
 
@@ -376,8 +376,8 @@ def test_the_position_is_the_new_tokens_place_in_the_whole_sequence() -> None:
 @pytest.mark.parametrize("num_rows", [2, 5, 16])
 def test_a_row_is_treated_alike_alone_and_among_others(vocab_size: int, num_rows: int) -> None:
     # SA-05: bit for bit, so that log-probabilities are equal too.
-    generator = torch.Generator().manual_seed(num_rows)
-    logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
+    generator = np.random.default_rng(num_rows)
+    logits = generator.standard_normal((num_rows, vocab_size), dtype=np.float32) * 3
     requests = [
         make_request(
             SamplingParams(
@@ -392,12 +392,10 @@ def test_a_row_is_treated_alike_alone_and_among_others(vocab_size: int, num_rows
         for row in range(num_rows)
     ]
 
-    together = Sampler(EOS).sample(logits.clone(), requests)
+    together = Sampler(EOS).sample(logits.copy(), requests)
 
     for row in range(num_rows):
-        assert Sampler(EOS).sample(logits[row : row + 1].clone(), [requests[row]]) == [
-            together[row]
-        ]
+        assert Sampler(EOS).sample(logits[row : row + 1].copy(), [requests[row]]) == [together[row]]
 
 
 # Log-probabilities.
@@ -471,7 +469,7 @@ def test_a_row_from_which_everything_is_masked_yields_nothing() -> None:
 
 
 def test_no_rows_yield_no_tokens() -> None:
-    assert Sampler(EOS).sample(torch.empty(0, VOCAB_SIZE), []) == []
+    assert Sampler(EOS).sample(np.empty((0, VOCAB_SIZE), dtype=np.float32), []) == []
 
 
 # Validation.

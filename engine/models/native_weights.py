@@ -1,0 +1,225 @@
+"""Weights as the kernels read them: packed once, kept in a file, mapped by all workers."""
+
+import fcntl
+import hashlib
+import json
+import logging
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.config import ModelConfig
+from engine.kernels.formats import WeightFormat
+from engine.kernels.library import LayerStruct, LinearStruct, address, linear_struct
+from engine.kernels.native_llama import PackedModel, pack_model
+from engine.kernels.pack import ALIGNMENT, PACK_VERSION, PackedMatrix
+from engine.kernels.quantize import MatrixWeights
+from engine.loader import check_weights, load_weights
+from engine.model_revision import model_revision
+from engine.safetensors_file import StoredTensor
+
+logger = logging.getLogger(__name__)
+
+# How weights are stored in memory.
+WeightsName = Literal["float32", "bfloat16", "int8", "int4"]
+Array = npt.NDArray[Any]
+
+# Where a converted model keeps the quantized file that it was made from.
+SOURCE_GGUF = "source.gguf"
+
+_FOLDER = ".packed"
+_LENGTH_BYTES = 8
+_MATRICES = ("qkv", "output", "gate_up", "down")
+_NORMS = ("input_norm", "post_attention_norm")
+
+
+class StalePackedWeights(Exception):
+    """The file is not what its name promises: cut off, or of another layout."""
+
+
+def has_quantized_source(folder: Path) -> bool:
+    """Whether the folder has the quantized values that its weights were made from."""
+    return (folder / SOURCE_GGUF).exists()
+
+
+def load_packed(
+    folder: Path, config: ModelConfig, name: WeightsName, cache_folder: Path | None = None
+) -> PackedModel:
+    """Map the model's packed weights, after packing them if no process has done so yet."""
+    cache_folder = cache_folder or folder / _FOLDER
+    path = cache_folder / f"{name}-{_key(folder, name)}"
+    try:
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        with _locked(cache_folder):
+            if not _is_usable(path):
+                _write(path, _pack(folder, config, name), config)
+                _remove_others(path, name)
+    except OSError as error:
+        logger.warning(
+            "packed weights cannot be kept, each worker packs its own",
+            extra={"path": str(path), "why": str(error)},
+        )
+        return _pack(folder, config, name)
+    # It has all that the kernels' model asks of a PackedModel.
+    return cast(PackedModel, MappedModel(path))
+
+
+class MappedModel:
+    """A model's packed weights in a read-only mapping of their file."""
+
+    def __init__(self, path: Path) -> None:
+        header, data_start = _read_header(path)
+        with path.open("rb") as file:
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+        data = np.frombuffer(memory, dtype=np.uint8)[data_start:]
+        self.arena: dict[str, Array] = {
+            key: data[begin:end].view(dtype)
+            for key, (dtype, begin, end) in header["arrays"].items()
+        }
+        self._matrices = {
+            key: PackedMatrix(
+                WeightFormat(format_number),
+                n,
+                k,
+                self.arena[f"{key}.data"],
+                self.arena.get(f"{key}.scales"),
+            )
+            for key, (format_number, n, k) in header["matrices"].items()
+        }
+
+    def linear(self, name: str) -> LinearStruct:
+        return linear_struct(self._matrices[name])
+
+    def layer(self, index: int) -> LayerStruct:
+        return LayerStruct(
+            *(address(self.arena[f"{index}.{name}"]) for name in _NORMS),
+            *(self.linear(f"{index}.{name}") for name in _MATRICES),
+        )
+
+
+class _Weights(Mapping[str, Array | MatrixWeights]):
+    """The checkpoint's weights; as the source's own quantized values where these are equal."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor], source: Mapping[str, Any]) -> None:
+        self._stored = stored
+        self._source = source
+
+    def __getitem__(self, name: str) -> Array | MatrixWeights:
+        values = self._stored[name].to_float32()
+        quantized = self._source.get(name)
+        if isinstance(quantized, MatrixWeights) and np.array_equal(quantized.dequantize(), values):
+            return quantized
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def _pack(folder: Path, config: ModelConfig, name: WeightsName) -> PackedModel:
+    logger.info("packing weights, once", extra={"model_path": str(folder), "weights": name})
+    stored = load_weights(folder, config)
+    check_weights(config, {key: tensor.shape for key, tensor in stored.items()})
+    source: dict[str, Any] = {}
+    if name in ("int8", "int4") and has_quantized_source(folder):
+        # Imported here: of the files that workers read, mostly none is a GGUF.
+        from engine.kernels.gguf_weights import read_gguf_weights
+
+        source = read_gguf_weights(folder / SOURCE_GGUF, config.num_heads, config.num_kv_heads)
+    return pack_model(config, _Weights(stored, source), WeightFormat.from_name(name))
+
+
+def _key(folder: Path, name: WeightsName) -> str:
+    """Changes with the weights and with the layout, which is the same on every CPU."""
+    files = ["*.safetensors", SOURCE_GGUF] if name in ("int8", "int4") else ["*.safetensors"]
+    revision = model_revision(folder, files)
+    return hashlib.sha256(f"{revision} {PACK_VERSION}".encode()).hexdigest()[:16]
+
+
+def _write(path: Path, packed: PackedModel, config: ModelConfig) -> None:
+    """Write to a file of another name and rename it, so that no reader sees half of it."""
+    arrays, matrices = _contents(packed, config)
+    places: dict[str, tuple[str, int, int]] = {}
+    end = 0
+    for key, array in arrays.items():
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        end = begin + array.nbytes
+        places[key] = (array.dtype.str, begin, end)
+    header = json.dumps({"matrices": matrices, "arrays": places, "num_bytes": end}).encode()
+    header += b" " * (-(_LENGTH_BYTES + len(header)) % ALIGNMENT)
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+        for key, array in arrays.items():
+            file.seek(_LENGTH_BYTES + len(header) + places[key][1])
+            file.write(array.data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
+
+
+def _contents(
+    packed: PackedModel, config: ModelConfig
+) -> tuple[dict[str, Array], dict[str, tuple[int, int, int]]]:
+    layers = range(config.num_layers)
+    matrices = ["embedding", *([] if config.tie_word_embeddings else ["head"])]
+    matrices += [f"{index}.{name}" for index in layers for name in _MATRICES]
+    norms = [f"{index}.{name}" for index in layers for name in _NORMS]
+    arrays = {name: packed.arena[name] for name in ("final_norm", *norms)}
+    shapes: dict[str, tuple[int, int, int]] = {}
+    for name in matrices:
+        linear = packed.linear(name)
+        shapes[name] = (linear.format, linear.n, linear.k)
+        arrays[f"{name}.data"] = packed.arena[f"{name}.data"]
+        if linear.scales:
+            arrays[f"{name}.scales"] = packed.arena[f"{name}.scales"]
+    return arrays, shapes
+
+
+def _is_usable(path: Path) -> bool:
+    try:
+        _read_header(path)
+    except FileNotFoundError:
+        return False
+    except StalePackedWeights as error:
+        logger.warning("packed weights are made again", extra={"why": str(error)})
+        return False
+    return True
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the header and where the data starts; the file must have all of the data."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        data_start = _LENGTH_BYTES + length
+        num_bytes = os.fstat(file.fileno()).st_size
+        if data_start > num_bytes:
+            raise StalePackedWeights(f"{path}: cut off within its header")
+        header: dict[str, Any] = json.loads(file.read(length))
+    if data_start + header["num_bytes"] != num_bytes:
+        raise StalePackedWeights(f"{path}: {num_bytes} bytes are not what its header describes")
+    return header, data_start
+
+
+def _remove_others(path: Path, name: WeightsName) -> None:
+    """Remove what older weights or layouts left; who has it mapped keeps it."""
+    for other in path.parent.glob(f"{name}-*"):
+        if other != path:
+            other.unlink()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process pack and the others wait for it."""
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,88 @@
+"""Building the library, and doing without a compiler."""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from engine.kernels import build
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """No answer of another test is remembered, nor this one's by others."""
+    build.ensure_library.cache_clear()
+    yield
+    build.ensure_library.cache_clear()
+
+
+@pytest.fixture
+def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No library beside the sources, and an empty home."""
+    monkeypatch.setattr(build, "LIBRARY_NAME", "libabsent.so")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    return tmp_path
+
+
+def test_without_a_compiler_there_is_one_warning_and_no_library(
+    away: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
+
+    with caplog.at_level(logging.WARNING):
+        assert build.ensure_library() is None
+        assert build.ensure_library() is None
+
+    assert [record.message for record in caplog.records] == [
+        "kernels are not available, torch serves instead"
+    ]
+    assert "no-such-compiler" in str(vars(caplog.records[0])["why"])
+
+
+def test_a_compiler_that_fails_gives_its_own_words(tmp_path: Path) -> None:
+    if build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
+
+    with pytest.raises(build.BuildError, match="no-such-flag"):
+        build.build(tmp_path / "lib.so", ["-fno-such-flag"])
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_built_once_is_taken_from_the_cache(
+    away: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Path] = []
+
+    def fake_build(target: Path, extra_flags: Sequence[str]) -> Path:
+        target.parent.mkdir(parents=True)
+        target.write_bytes(b"")
+        built.append(target)
+        return target
+
+    monkeypatch.setattr(build, "build", fake_build)
+    first = build.ensure_library()
+    build.ensure_library.cache_clear()
+
+    assert build.ensure_library() == first
+    assert built == [first]
+
+
+def test_a_library_older_than_its_sources_is_not_used(
+    away: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "a.cpp").write_text("")
+    stale = sources / "libabsent.so"
+    stale.write_bytes(b"")
+    os.utime(stale, (1, 1))
+    monkeypatch.setattr(build, "SOURCE_FOLDER", sources)
+    monkeypatch.setattr(build, "build", lambda target, extra_flags: target)
+
+    chosen = build.ensure_library()
+
+    assert chosen is not None
+    assert chosen != stale

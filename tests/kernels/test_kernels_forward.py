@@ -1,0 +1,304 @@
+"""Whole forward passes: against float64, and bit by bit across batches, chunks and threads."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_models import (
+    Piece,
+    Runner,
+    SmallConfig,
+    make_batch,
+    make_runner,
+    random_weights,
+    reference_logits,
+    rope_tables,
+)
+
+from engine.kernels.formats import KvFormat, WeightFormat
+from engine.kernels.library import KernelError, Library
+from engine.kernels.native_llama import NativeLlama, pack_model
+from engine.kernels.quantize import quantize
+
+FORMATS = list(WeightFormat)
+KV_FORMATS = list(KvFormat)
+# More than two key segments, so that decoding splits attention between threads.
+LENGTH = 530
+
+
+def make_tokens(length: int, seed: int = 0) -> list[int]:
+    rng = np.random.default_rng(seed)
+    return [int(i) for i in rng.integers(0, SmallConfig().vocab_size, length)]
+
+
+def shuffled_blocks(length: int, block_size: int = 4, seed: int = 0) -> list[int]:
+    num_blocks = -(-length // block_size)
+    return [int(i) for i in np.random.default_rng(seed).permutation(200)[:num_blocks]]
+
+
+@pytest.mark.parametrize("level", ["amx", "avx512", "avx2", "portable"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_float32_logits_agree_with_the_textbook(library: Library, level: str, tied: bool) -> None:
+    if library.level(level) is None:
+        pytest.skip(f"this machine has no {level}")
+    config = SmallConfig(tie_word_embeddings=tied)
+    token_ids = make_tokens(90)
+    runner = make_runner(library, config=config, level=level)
+
+    logits = runner.run(Piece(token_ids, 0, shuffled_blocks(90)))
+
+    expected = reference_logits(config, random_weights(config), token_ids)
+    assert np.abs(logits - expected).max() < 2e-4
+
+
+def test_long_contexts_agree_with_the_textbook(library: Library) -> None:
+    token_ids = make_tokens(LENGTH)
+    runner = make_runner(library, num_threads=2)
+
+    logits = runner.run(Piece(token_ids, 0, shuffled_blocks(LENGTH)))
+
+    expected = reference_logits(SmallConfig(), random_weights(SmallConfig()), token_ids)
+    assert np.abs(logits - expected).max() < 3e-4
+
+
+@pytest.mark.parametrize("head_dim", [4, 16, 48, 64, 80, 128])
+def test_any_head_size_agrees_with_the_textbook(library: Library, head_dim: int) -> None:
+    config = SmallConfig(head_dim=head_dim, num_layers=1)
+    token_ids = make_tokens(40)
+    runner = make_runner(library, config=config)
+
+    logits = runner.run(Piece(token_ids, 0, shuffled_blocks(40)))
+
+    expected = reference_logits(config, random_weights(config), token_ids)
+    assert np.abs(logits - expected).max() < 2e-4
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
+def test_quantized_weights_stay_close_to_float64_on_the_same_values(
+    library: Library, weight_format: WeightFormat
+) -> None:
+    config = SmallConfig()
+    token_ids = make_tokens(60)
+    runner = make_runner(library, weight_format)
+
+    logits = runner.run(Piece(token_ids, 0, shuffled_blocks(60)))
+
+    eight_bits = WeightFormat.INT8_GROUPED
+    is_integer = weight_format >= WeightFormat.INT8
+    same = {
+        name: quantize(
+            weight,
+            eight_bits if is_integer and ("embed" in name or "head" in name) else weight_format,
+        ).dequantize()
+        if weight.ndim == 2
+        else weight
+        for name, weight in random_weights(config).items()
+    }
+    expected = reference_logits(config, same, token_ids)
+    # Float formats and int8, with its sixteen-bit activations: little more than rounding of sums.
+    is_grouped = weight_format in (WeightFormat.INT8_GROUPED, WeightFormat.INT4)
+    allowed = 0.05 if is_grouped else 0.01 if is_integer else 1e-4
+    assert np.sqrt(((logits - expected) ** 2).mean()) < allowed * expected.std()
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS, ids=lambda f: f.name)
+def test_narrow_caches_stay_close_to_float64(library: Library, kv_format: KvFormat) -> None:
+    token_ids = make_tokens(100)
+    runner = make_runner(library, kv_format=kv_format)
+
+    logits = runner.run(Piece(token_ids, 0, shuffled_blocks(100)))
+
+    expected = reference_logits(SmallConfig(), random_weights(SmallConfig()), token_ids)
+    allowed = {
+        KvFormat.FLOAT32: 1e-4,
+        KvFormat.BFLOAT16: 0.02,
+        KvFormat.INT8: 0.03,
+        KvFormat.FP8_E4M3: 0.15,
+    }[kv_format]
+    assert np.sqrt(((logits - expected) ** 2).mean()) < allowed * expected.std()
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("kv_format", KV_FORMATS, ids=lambda f: f.name)
+def test_chunks_decoding_batches_and_threads_give_the_same_bits(
+    library: Library, weight_format: WeightFormat, kv_format: KvFormat
+) -> None:
+    token_ids = make_tokens(LENGTH)
+    whole = _run_whole(make_runner(library, weight_format, kv_format), token_ids)
+    two_threads = make_runner(library, weight_format, kv_format, num_threads=2)
+
+    assert np.array_equal(_run_whole(two_threads, token_ids), whole)
+    for chunk in (16, 64, 256):
+        assert np.array_equal(_run_chunks(two_threads, token_ids, chunk), whole)
+    # Decode the tail, which crosses from one key segment into the next, one token at a time.
+    decoding = make_runner(library, weight_format, kv_format, num_threads=2)
+    blocks = shuffled_blocks(LENGTH, seed=3)
+    decoding.run(Piece(token_ids[:505], 0, blocks))
+    tail = [
+        decoding.run(Piece(token_ids[position : position + 1], position, blocks))[0]
+        for position in range(505, LENGTH)
+    ]
+    assert np.array_equal(np.stack(tail), whole[505:])
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
+def test_neighbours_in_random_batches_do_not_show(
+    library: Library, weight_format: WeightFormat
+) -> None:
+    rng = np.random.default_rng(4)
+    lengths = [3, 30, 70, 300]
+    sequences = [make_tokens(length, seed=length) for length in lengths]
+    expected = [
+        _run_whole(make_runner(library, weight_format, KvFormat.BFLOAT16), token_ids)
+        for token_ids in sequences
+    ]
+    runner = make_runner(library, weight_format, KvFormat.BFLOAT16, num_threads=2)
+    free = iter(rng.permutation(runner.num_blocks).tolist())
+    blocks = [[next(free) for _ in range(-(-length // 4))] for length in lengths]
+    computed = [0] * len(lengths)
+
+    while any(done < length for done, length in zip(computed, lengths, strict=True)):
+        steps = [
+            min(length - done, int(rng.choice([0, 1, 2, 5, 17, 50])))
+            for done, length in zip(computed, lengths, strict=True)
+        ]
+        chosen = [int(i) for i in rng.permutation(len(lengths)) if steps[i]]
+        if not chosen:
+            continue
+        logits = runner.run(
+            *(
+                Piece(sequences[i][computed[i] : computed[i] + steps[i]], computed[i], blocks[i])
+                for i in chosen
+            )
+        )
+        row = 0
+        for i in chosen:
+            wanted = expected[i][computed[i] : computed[i] + steps[i]]
+            assert np.array_equal(logits[row : row + steps[i]], wanted)
+            row += steps[i]
+            computed[i] += steps[i]
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("kv_format", [KvFormat.BFLOAT16, KvFormat.INT8, KvFormat.FP8_E4M3])
+def test_all_levels_give_the_same_bits(
+    library: Library, weight_format: WeightFormat, kv_format: KvFormat
+) -> None:
+    token_ids = make_tokens(70)
+
+    results = [
+        _run_whole(make_runner(library, weight_format, kv_format, level=level), token_ids)
+        for level in library.levels()
+    ]
+
+    for result in results[1:]:
+        assert np.array_equal(result, results[0])
+
+
+def test_the_block_size_does_not_show(library: Library) -> None:
+    token_ids = make_tokens(300)
+
+    results = [
+        make_runner(library, block_size=block_size).run(
+            Piece(token_ids, 0, shuffled_blocks(300, block_size))
+        )
+        for block_size in (2, 5, 16, 64)
+    ]
+
+    for result in results[1:]:
+        assert np.array_equal(result, results[0])
+
+
+def test_only_the_wanted_rows_have_logits(library: Library) -> None:
+    token_ids = make_tokens(20)
+    runner = make_runner(library)
+    whole = runner.run(Piece(token_ids, 0, shuffled_blocks(20)))
+    batch = replace(
+        make_batch([Piece(token_ids, 0, shuffled_blocks(20))], 4), logits_rows=np.array([19, 3])
+    )
+
+    logits = runner.model.forward(batch, runner.cache, runner.num_blocks)
+
+    assert np.array_equal(logits, whole[[19, 3]])
+
+
+def test_keys_and_values_lie_where_the_layout_says(library: Library) -> None:
+    config = SmallConfig(num_layers=1)
+    runner = make_runner(library, config=config)
+
+    runner.run(Piece([7, 8], 0, [5]))
+
+    shape = (runner.num_blocks, 1, 2, config.num_kv_heads, 4, config.head_dim)
+    cache = runner.cache.view(np.float32).reshape(shape)
+    written = np.asarray(np.isfinite(cache).all(axis=-1))
+    assert written.sum() == 2 * 2 * config.num_kv_heads
+    assert written[5, 0, :, :, :2].all()
+    weights = {k: v.astype(np.float64) for k, v in random_weights(config).items()}
+    x = weights["model.embed_tokens.weight"][7]
+    h = x / np.sqrt((x * x).mean() + 1e-5) * weights["model.layers.0.input_layernorm.weight"]
+    value = h @ weights["model.layers.0.self_attn.v_proj.weight"].T
+    assert np.allclose(cache[5, 0, 1, :, 0].reshape(-1), value, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("token_ids", [131], "token id"),
+        ("token_ids", [-1], "token id"),
+        ("positions", [3], "positions"),
+        ("slot_mapping", [4096], "slot"),
+        ("block_tables", [[300]], "block"),
+        ("block_tables", [[-1]], "block"),
+        ("logits_rows", [1], "row"),
+        ("seq_lens", [5000], "positions"),
+        ("query_starts", [0, 2], "row"),
+    ],
+)
+def test_an_index_out_of_range_is_refused_before_any_memory_is_touched(
+    library: Library, field: str, value: list[int], message: str
+) -> None:
+    runner = make_runner(library)
+    changed: dict[str, Any] = {field: np.array(value)}
+    batch = replace(make_batch([Piece([1], 0, [0])], 4), **changed)
+
+    with pytest.raises(KernelError, match=message):
+        runner.model.forward(batch, runner.cache, runner.num_blocks)
+
+
+def test_arrays_of_different_lengths_are_refused(library: Library) -> None:
+    runner = make_runner(library)
+    batch = replace(make_batch([Piece([1], 0, [0])], 4), positions=np.array([0, 1]))
+
+    with pytest.raises(ValueError, match="different lengths"):
+        runner.model.forward(batch, runner.cache, runner.num_blocks)
+
+
+def test_a_closed_model_is_refused(library: Library) -> None:
+    runner = make_runner(library, num_threads=2)
+    runner.model.close()
+
+    with pytest.raises(KernelError, match="closed"):
+        runner.run(Piece([1], 0, [0]))
+
+
+def test_a_head_size_that_the_kernels_lack_is_refused(library: Library) -> None:
+    config = SmallConfig(head_dim=6)
+    weights = pack_model(config, random_weights(config), WeightFormat.FLOAT32)
+
+    with pytest.raises(KernelError, match="configuration"):
+        NativeLlama(library, config, weights, rope_tables(6))
+
+
+def _run_whole(runner: Runner, token_ids: list[int]) -> np.ndarray:
+    return runner.run(Piece(token_ids, 0, shuffled_blocks(len(token_ids))))
+
+
+def _run_chunks(runner: Runner, token_ids: list[int], chunk: int) -> np.ndarray:
+    blocks = shuffled_blocks(len(token_ids), seed=chunk)
+    return np.concatenate(
+        [
+            runner.run(Piece(token_ids[start : start + chunk], start, blocks))
+            for start in range(0, len(token_ids), chunk)
+        ]
+    )

@@ -1,0 +1,211 @@
+"""Quantizers, the packed layout, and packed files."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from kernel_models import Piece, Runner, SmallConfig, in_arena, random_weights, rope_tables
+
+from engine.kernels.formats import KvFormat, WeightFormat
+from engine.kernels.library import Library, address
+from engine.kernels.native_llama import NativeLlama, pack_model
+from engine.kernels.pack import gate_up_order, pack, read_packed, write_packed
+from engine.kernels.quantize import MatrixWeights, concatenate, quantize, read_q4_1, read_q8_0
+
+FORMATS = list(WeightFormat)
+
+
+def make_matrix(n: int = 37, k: int = 96) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((n, k)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "worst"),
+    [
+        (WeightFormat.FLOAT32, 0.0),
+        (WeightFormat.BFLOAT16, 2.0**-8),
+        (WeightFormat.INT8, 0.5 / 127 + 1e-6),
+        # A float16 scale that was rounded down costs a code a little more than half a step.
+        (WeightFormat.INT8_GROUPED, 0.6 / 127),
+        (WeightFormat.INT4, 1.2 / 15),
+    ],
+)
+def test_quantizing_stays_within_a_step(weight_format: WeightFormat, worst: float) -> None:
+    for k in (1, 31, 96, 100):
+        matrix = make_matrix(k=k)
+
+        error = np.abs(quantize(matrix, weight_format).dequantize() - matrix).max(axis=1)
+
+        assert (error <= worst * np.abs(matrix).max(axis=1)).all()
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
+def test_a_matrix_of_zeros_stays_zero(weight_format: WeightFormat) -> None:
+    quantized = quantize(np.zeros((3, 40), dtype=np.float32), weight_format)
+
+    assert not quantized.dequantize().any()
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    matrix = make_matrix()
+    matrix[3, 3] = np.nan
+
+    with pytest.raises(ValueError, match="finite"):
+        quantize(matrix, WeightFormat.INT8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "read"),
+    [
+        (gguf.GGMLQuantizationType.Q4_1, read_q4_1),
+        (gguf.GGMLQuantizationType.Q8_0, read_q8_0),
+    ],
+)
+def test_gguf_values_are_taken_over_without_a_second_rounding(kind, read) -> None:  # type: ignore[no-untyped-def]
+    blocks = gguf.quantize(make_matrix(), kind)
+
+    weights = read(blocks, (37, 96))
+
+    assert np.array_equal(weights.dequantize(), gguf.dequantize(blocks, kind))
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
+def test_every_packed_value_is_found_by_its_row_and_column(
+    library: Library, weight_format: WeightFormat
+) -> None:
+    weights = quantize(make_matrix(37, 41), weight_format)
+
+    # The unit vectors are exact in every activation format.
+    out = library.linear(in_arena(weights), np.eye(41, dtype=np.float32))
+
+    assert np.allclose(out.T, weights.dequantize(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
+def test_packed_sizes_are_what_the_library_expects(
+    library: Library, weight_format: WeightFormat
+) -> None:
+    for n, k in ((1, 1), (33, 65), (64, 576)):
+        packed = pack(quantize(make_matrix(n, k), weight_format))
+
+        unit_bytes = library.functions.pdmesh_unit_bytes(weight_format, k)
+        assert packed.data.nbytes == -(-n // 32) * unit_bytes
+
+
+def test_gate_and_up_rows_alternate_by_sixteen() -> None:
+    order = gate_up_order(20)
+
+    assert order[:16].tolist() == list(range(16))
+    assert order[16:32].tolist() == list(range(20, 36))
+    assert order[32:48].tolist() == [16, 17, 18, 19] + [-1] * 12
+    assert order[48:].tolist() == [36, 37, 38, 39] + [-1] * 12
+
+
+def test_matrices_of_different_formats_are_not_joined() -> None:
+    parts = [quantize(make_matrix(), f) for f in (WeightFormat.INT8, WeightFormat.INT4)]
+
+    with pytest.raises(ValueError, match="different formats"):
+        concatenate(parts)
+
+
+def test_a_packed_file_gives_the_same_model_and_only_for_its_own_weights(
+    library: Library, tmp_path: Path
+) -> None:
+    config = SmallConfig()
+    path = tmp_path / "packed.safetensors"
+    first = pack_model(config, random_weights(config), WeightFormat.INT8, path)
+    written = path.stat().st_mtime_ns
+
+    again = pack_model(config, random_weights(config), WeightFormat.INT8, path)
+    rewritten = path.stat().st_mtime_ns
+    pack_model(config, random_weights(config, seed=1), WeightFormat.INT8, path)
+
+    assert rewritten == written
+    assert path.stat().st_mtime_ns != written
+    logits = [
+        Runner(NativeLlama(library, config, packed, rope_tables(20), block_size=4), 8, 4).run(
+            Piece([1, 2, 3], 0, [0])
+        )
+        for packed in (first, again)
+    ]
+    assert np.array_equal(logits[0], logits[1])
+
+
+def test_a_file_of_another_layout_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "packed.safetensors"
+    write_packed(path, {"a": pack(quantize(make_matrix(), WeightFormat.INT4))}, "sum")
+
+    assert read_packed(path, "other") is None
+    kept = read_packed(path, "sum")
+    assert kept is not None
+    assert kept["a"].format is WeightFormat.INT4
+
+
+def test_a_weight_of_the_wrong_shape_is_refused() -> None:
+    config = SmallConfig()
+    weights = random_weights(config)
+    weights["model.layers.1.mlp.down_proj.weight"] = make_matrix()
+
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj"):
+        pack_model(config, weights, WeightFormat.FLOAT32)
+
+
+def test_quantized_weights_pass_through_as_they_are() -> None:
+    config = SmallConfig(num_layers=1)
+    name = "model.layers.0.mlp.down_proj.weight"
+    quantized = quantize(random_weights(config)[name], WeightFormat.INT4)
+
+    packed = pack_model(config, random_weights(config) | {name: quantized}, WeightFormat.INT4)
+
+    assert np.array_equal(packed.arena["0.down.data"], pack(quantized).data)
+
+
+@pytest.mark.parametrize("level", ["amx", "avx512", "avx2", "portable"])
+@pytest.mark.parametrize("kv_format", list(KvFormat), ids=lambda f: f.name)
+def test_cache_rows_hold_the_nearest_representable_values(
+    library: Library, level: str, kv_format: KvFormat
+) -> None:
+    if library.level(level) is None:
+        pytest.skip(f"this machine has no {level}")
+    rng = np.random.default_rng(5)
+    key, value = (rng.standard_normal((2, 36)) * [[1e-3], [50]]).astype(np.float32)
+    block = np.zeros(library.block_bytes(kv_format, 1, 1, 36, 1), dtype=np.uint8)
+
+    library.check(
+        library.functions.pdmesh_write_kv(
+            level.encode(), kv_format, 36, address(key), address(value), address(block)
+        )
+    )
+
+    for row, stored in zip((key, value), _read_rows(block, kv_format), strict=True):
+        amax = np.abs(row).max()
+        allowed = {
+            KvFormat.FLOAT32: 0.0,
+            KvFormat.BFLOAT16: np.abs(row) * 2.0**-8,
+            KvFormat.INT8: amax / 127 * 0.5001,
+            KvFormat.FP8_E4M3: np.maximum(np.abs(row) * 2.0**-4, amax / 448 * 2.0**-10) * 1.0001,
+        }[kv_format]
+        assert (np.abs(stored - row) <= allowed).all()
+
+
+def _read_rows(block: np.ndarray, kv_format: KvFormat) -> np.ndarray:
+    if kv_format is KvFormat.FLOAT32:
+        return block.view(np.float32).reshape(2, 36)
+    if kv_format is KvFormat.BFLOAT16:
+        return MatrixWeights(
+            WeightFormat.BFLOAT16, block.view(np.uint16).reshape(2, 36)
+        ).dequantize()
+    scales = block[72:].view(np.float32)[:, None]
+    if kv_format is KvFormat.INT8:
+        return block[:72].view(np.int8).reshape(2, 36) * scales
+    return np.asarray(_FP8_VALUES[block[:72].reshape(2, 36)] * scales)
+
+
+def _fp8_value(code: int) -> float:
+    sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
+    magnitude = (1 + mantissa / 8) * 2.0 ** (exponent - 7) if exponent else mantissa / 8 * 2.0**-6
+    return -magnitude if sign else magnitude
+
+
+_FP8_VALUES = np.array([_fp8_value(code) for code in range(256)])
