@@ -7,7 +7,6 @@ import pytest
 from gateway.rules.loader import RulesInvalid, load, parse
 from gateway.rules.model import RuleSet
 
-
 ROOT = Path(__file__).parents[2]
 
 
