@@ -26,7 +26,7 @@ run: setup  ## serve the default model on http://127.0.0.1:8000
 	$(BIN)/pdmesh up $(ARGS)
 
 nginx:  ## nginx with its Lua module, which tests need
-	tools/install_nginx.sh
+	-tools/install_nginx.sh
 
 test: setup-dev nginx  ## the whole suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
