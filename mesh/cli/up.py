@@ -85,6 +85,8 @@ def up(
 
 
 async def _serve(home: Home, options: LaunchOptions) -> int:
+    # Our children are other programs at once: gRPC need not follow them into the fork.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     logging.basicConfig(filename=home.logs / "up.log", level=options.log_level)
     launch = plan_launch(home, options, os.environ)
     write_topology(home, launch.topology)
