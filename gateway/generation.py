@@ -137,6 +137,11 @@ class Job:
     num_completion_tokens: int = 0
     trace: JobTrace = field(default_factory=JobTrace)
 
+    @property
+    def num_tokens_left(self) -> int:
+        """How many may still be produced."""
+        return self.sampling_params.max_tokens - len(self.output_token_ids)
+
     def record(self, chunk: Chunk) -> None:
         """Take tokens over from a worker, before anyone else sees them."""
         self.output_token_ids += chunk.token_ids

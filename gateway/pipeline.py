@@ -99,7 +99,7 @@ class Pipeline:
                 return
 
             job.trace.prefill_worker_id = attempts.worker_id = placement.prefill.worker_id
-            async with self._workers.prefill(job, placement.prefill) as first:
+            async with self._workers.prefill(job, placement.prefill, placement.decode) as first:
                 yield first.chunk
                 if first.chunk.finish is not None:
                     return

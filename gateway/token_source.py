@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from mesh.v1 import (
 logger = logging.getLogger(__name__)
 
 Response = TypeVar("Response")
+DecodeCall = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
 
 _RELEASE_TIMEOUT_S = 5.0
 # How long a resumed choice waits before it asks a full mesh again.
@@ -48,6 +49,8 @@ class FirstToken:
     kv_handle: types_pb2.KvHandle | None
     # A decode worker has pulled the blocks and given them back.
     is_taken: bool = False
+    # It has been doing so since the prompt's first chunk was computed.
+    decode_call: "DecodeCall | None" = None
 
 
 class Workers:
@@ -62,16 +65,34 @@ class Workers:
         self._releases: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def prefill(self, job: Job, worker: scheduler_pb2.WorkerRef) -> AsyncIterator[FirstToken]:
-        """Compute the prompt; its KV is held until a decode worker has taken it over.
+    async def prefill(
+        self,
+        job: Job,
+        worker: scheduler_pb2.WorkerRef,
+        successor: scheduler_pb2.WorkerRef,
+    ) -> AsyncIterator[FirstToken]:
+        """Compute the prompt; its KV is held until `successor` has taken it over.
 
-        Leaving before that, by an exception or by closing, gives the KV back.
+        A long prompt's KV is taken over while it is computed. Should that fail, `decode` says
+        so: the first token does not depend on it. Leaving, by an exception or by closing, ends
+        both calls and gives the KV back.
         """
-        first = _first_token(await self._run_prefill(job, worker))
+        decode_call: DecodeCall | None = None
+
+        def decode_ahead(handle: types_pb2.KvHandle) -> None:
+            nonlocal decode_call
+            if job.num_tokens_left > 1:
+                decode_call = self._call_decode(job, successor, handle, awaits_first_token=True)
+
+        first: FirstToken | None = None
         try:
+            first = _first_token(await self._run_prefill(job, worker, decode_ahead))
+            first.decode_call = decode_call
             yield first
         finally:
-            if first.kv_handle is not None and not first.is_taken:
+            if decode_call is not None:
+                decode_call.cancel()
+            if first is not None and first.kv_handle is not None and not first.is_taken:
                 self._release(job, worker.address)
 
     async def decode(
@@ -81,19 +102,9 @@ class Workers:
         first: FirstToken | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Tokens until the sequence ends; the last chunk says why. Closing it aborts."""
-        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
-        call = stub.Decode(
-            decode_pb2.DecodeRequest(
-                request_id=job.request_id,
-                model=job.model,
-                prompt_token_ids=job.prompt_token_ids,
-                output_token_ids=job.output_token_ids,
-                sampling_params=job.sampling_params,
-                kv_handle=None if first is None else first.kv_handle,
-                cache_salt=job.request.cache_salt,
-            ),
-            timeout=job.deadline.remaining_s(),
-        )
+        call = None if first is None else first.decode_call
+        if call is None:
+            call = self._call_decode(job, worker, None if first is None else first.kv_handle)
         try:
             async with aclosing(self._chunks(call, job, worker)) as chunks:
                 async for chunk in chunks:
@@ -107,9 +118,36 @@ class Workers:
         """Wait for KV that is being given back."""
         await asyncio.gather(*self._releases)
 
+    def _call_decode(
+        self,
+        job: Job,
+        worker: scheduler_pb2.WorkerRef,
+        kv_handle: types_pb2.KvHandle | None,
+        *,
+        awaits_first_token: bool = False,
+    ) -> DecodeCall:
+        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
+        return stub.Decode(
+            decode_pb2.DecodeRequest(
+                request_id=job.request_id,
+                model=job.model,
+                prompt_token_ids=job.prompt_token_ids,
+                output_token_ids=job.output_token_ids,
+                sampling_params=job.sampling_params,
+                kv_handle=kv_handle,
+                cache_salt=job.request.cache_salt,
+                awaits_first_token=awaits_first_token,
+            ),
+            timeout=job.deadline.remaining_s(),
+        )
+
     async def _run_prefill(
-        self, job: Job, worker: scheduler_pb2.WorkerRef
+        self,
+        job: Job,
+        worker: scheduler_pb2.WorkerRef,
+        on_handle: Callable[[types_pb2.KvHandle], None],
     ) -> prefill_pb2.PrefillFinished:
+        """The prompt's first token; `on_handle` is called if its KV can be read before that."""
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
         call = stub.Prefill(
             prefill_pb2.PrefillRequest(
@@ -130,6 +168,8 @@ class Workers:
                 timeout_s = self._stall_timeout_s
                 if response.HasField("finished"):
                     finished = response.finished
+                elif response.progress.HasField("kv_handle"):
+                    on_handle(response.progress.kv_handle)
         except BaseException as error:
             call.cancel()
             # A call that the worker itself ended holds nothing.
@@ -145,7 +185,7 @@ class Workers:
 
     async def _chunks(
         self,
-        call: "grpc.aio.UnaryStreamCall[Any, decode_pb2.DecodeResponse]",
+        call: DecodeCall,
         job: Job,
         worker: scheduler_pb2.WorkerRef,
     ) -> AsyncGenerator[Chunk, None]:

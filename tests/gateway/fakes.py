@@ -343,7 +343,11 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
             if self.is_chunked:
                 progress.kv_handle.CopyFrom(self._hold(request))
             yield prefill_pb2.PrefillResponse(progress=progress)
-            await self.finish_gate.wait()
+            try:
+                await self.finish_gate.wait()
+            except BaseException:
+                self.held.discard(progress.kv_handle.handle_id)
+                raise
             if (fault := self.take_fault()) is not None:
                 self.held.discard(progress.kv_handle.handle_id)
                 await act_out(fault, context)
@@ -401,6 +405,7 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
         )
         ended = ending(params, outputs)
         if ended is not None:
+            self.held.discard(progress.kv_handle.handle_id)
             finished.finish_reason = ended[0]
             if ended[1] is not None:
                 finished.matched_stop_token_id = ended[1]
