@@ -16,7 +16,7 @@ from scheduler_svc.loads import HeldPlacement, LoadLedger
 from scheduler_svc.mode import Comparisons, PlacementMode
 from scheduler_svc.objectives import Objectives
 from scheduler_svc.placement import Decision, PlacementSettings, place
-from scheduler_svc.prefix_lookup import BlockLayout, PrefixLookup, PrefixQuery
+from scheduler_svc.prefix_lookup import PrefixLookup, PrefixQuery
 from scheduler_svc.workers import ActiveLoad, Hits, RequestFacts, Role, WorkerView
 
 
@@ -184,14 +184,9 @@ class Scheduler:
 
     def _query(self, request: AdmitRequest) -> PrefixQuery:
         model = request.facts.model
-        views = self._cluster.views
-        layouts = frozenset(
-            BlockLayout(view.layout_fingerprint, view.block_size)
-            for view in views
-            if view.model == model
-        )
+        layouts = self._cluster.layouts(model)
         # A model that was served before has lost its workers, which may come back.
-        if not layouts and views and not self._cluster.has_served(model):
+        if not layouts and self._cluster.views and not self._cluster.has_served(model):
             raise ModelNotFound(f"no worker serves the model {model!r}", param="model")
         return PrefixQuery(model, request.prompt_token_ids, request.cache_salt, layouts)
 
@@ -279,10 +274,12 @@ class Scheduler:
         return self._costs.setdefault(model, ModelCosts())
 
     def _with_charges(self, view: WorkerView) -> WorkerView:
-        charged = self._ledger.charged(view.holder_id) + self._cluster.charged_by_others(
-            view.holder_id
-        )
-        return view if charged == view.charged else replace(view, charged=charged)
+        charged = self._ledger.charged(view.holder_id)
+        others = self._cluster.charged_by_others(view.holder_id)
+        if charged is view.charged and others is view.charged:
+            # Idle, like most of a large mesh: this runs for every worker at every placement.
+            return view
+        return replace(view, charged=charged + others)
 
 
 def _holder_ids(decision: Decision) -> list[str]:

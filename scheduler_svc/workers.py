@@ -7,6 +7,7 @@ from enum import StrEnum
 from mesh.block_index import PrefixHit
 
 __all__ = [
+    "IDLE",
     "ActiveLoad",
     "Candidate",
     "Hits",
@@ -53,6 +54,9 @@ class ActiveLoad:
         )
 
 
+IDLE = ActiveLoad()
+NO_HIT = PrefixHit()
+
 # By the holder id of a worker.
 Hits = Mapping[str, PrefixHit]
 
@@ -71,8 +75,8 @@ class WorkerView:
     block_size: int
     num_blocks: int
     max_model_len: int
-    reported: ActiveLoad = ActiveLoad()
-    charged: ActiveLoad = ActiveLoad()
+    reported: ActiveLoad = IDLE
+    charged: ActiveLoad = IDLE
 
     # A heartbeat lags behind the charges, and the charges miss what a scheduler that has died
     # placed: the larger of the two is nearer to the truth than either.
@@ -106,5 +110,7 @@ class Candidate:
 
 def candidate(worker: WorkerView, facts: RequestFacts, hits: Hits) -> Candidate:
     """The last prompt token is always computed, so a hit never covers the whole prompt."""
-    hit = hits.get(worker.holder_id, PrefixHit())
+    hit = hits.get(worker.holder_id)
+    if hit is None:
+        return Candidate(worker, NO_HIT)
     return Candidate(worker, hit.bounded((facts.num_prompt_tokens - 1) // worker.block_size))
