@@ -20,8 +20,12 @@ from mesh.v1 import types_pb2
 class Answer:
     """What both ways have in common: names, choices, usage."""
 
-    def __init__(self, api: Api, request: ApiRequest, record: RequestRecord, num: int) -> None:
+    def __init__(
+        self, api: Api, request: ApiRequest, model: str, record: RequestRecord, num: int
+    ) -> None:
         self._request = request
+        # As the client calls it, which rules may have rewritten.
+        self._model = model
         self._record = record
         self._choices = [request.choice(index) for index in range(num)]
         self._id = api.id_prefix + record.request_id
@@ -33,7 +37,7 @@ class Answer:
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._request.model,
+            "model": self._model,
             "choices": choices,
         }
 
@@ -68,13 +72,14 @@ class EventStream(Answer):
         self,
         api: Api,
         request: ApiRequest,
+        model: str,
         record: RequestRecord,
         num: int,
         *,
         header_wait_s: float,
         keep_alive_interval_s: float,
     ) -> None:
-        super().__init__(api, request, record, num)
+        super().__init__(api, request, model, record, num)
         self._header_wait_s = header_wait_s
         self._keep_alive_interval_s = keep_alive_interval_s
         self._has_started = False

@@ -1,6 +1,7 @@
 """Settings of the gateway."""
 
 import ipaddress
+from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -26,6 +27,13 @@ class GatewayConfig(ServiceConfig):
     )
     allow_unauthenticated: bool = Field(
         False, description="serve on an interface that others can reach, though there are no keys"
+    )
+
+    rules_path: Path | None = Field(
+        None, description="file of parameter rules, see `pdmesh rules`; none without it"
+    )
+    rules_check_interval_s: float = Field(
+        1.0, ge=0, description="seconds between looks at whether the rules file has changed"
     )
 
     max_body_bytes: int = Field(10 * 1024 * 1024, ge=1024, description="largest request body")

@@ -10,6 +10,7 @@ from gateway.health import HealthMonitor
 from gateway.in_flight import InFlight
 from gateway.pipeline import Pipeline
 from gateway.placement import Scheduler
+from gateway.rules.source import RuleSource
 from gateway.token_source import Workers
 from gateway.tokenizer import ModelCatalog, Tokenizer
 from mesh import metrics
@@ -21,6 +22,7 @@ class Core:
     """What a front door needs."""
 
     config: GatewayConfig
+    rules: RuleSource
     tokenizer: Tokenizer
     catalog: ModelCatalog
     pipeline: Pipeline
@@ -30,7 +32,11 @@ class Core:
 
 @asynccontextmanager
 async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
-    """Connect to the mesh; everything is closed again when the context is left."""
+    """Connect to the mesh; everything is closed again when the context is left.
+
+    Raises RulesInvalid.
+    """
+    rules = RuleSource(config.rules_path, check_interval_s=config.rules_check_interval_s)
     async with AsyncExitStack() as stack:
         tokenizer_channel = connect(config.tokenizer_addresses)
         stack.push_async_callback(tokenizer_channel.close)
@@ -61,6 +67,7 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
         stack.callback(metrics.NUM_STREAMS.watch(lambda: in_flight.num_requests))
         yield Core(
             config=config,
+            rules=rules,
             tokenizer=tokenizer,
             catalog=catalog,
             pipeline=Pipeline(

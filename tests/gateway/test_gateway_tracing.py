@@ -3,17 +3,15 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator
 
 import grpc
 import httpx
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from mesh import metrics, telemetry
+from mesh import metrics
 from mesh.errors import WorkerUnavailable
 from mesh.v1 import inference_pb2, inference_pb2_grpc
 from tests.gateway.fakes import EOS, FakeMesh, Fault
@@ -23,14 +21,6 @@ CHAT = "/v1/chat/completions"
 TRACE_ID = "0123456789abcdef0123456789abcdef"
 SPAN_ID = "0123456789abcdef"
 PARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
-
-
-@pytest.fixture
-def spans() -> Iterator[InMemorySpanExporter]:
-    exporter = InMemorySpanExporter()
-    telemetry.start_tracing("gateway", SimpleSpanProcessor(exporter))
-    yield exporter
-    telemetry.shutdown()
 
 
 def roots(exporter: InMemorySpanExporter) -> list[ReadableSpan]:
