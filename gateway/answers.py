@@ -13,8 +13,6 @@ from gateway.choices import ChoiceDelta, Choices
 from gateway.errors import OK, to_answer
 from gateway.openai.api import Api, ApiRequest, usage_object
 from gateway.record import RequestRecord
-from mesh.telemetry import Stopwatch
-from mesh.v1 import types_pb2
 
 
 class Answer:
@@ -56,9 +54,7 @@ class WholeAnswer(Answer):
         body = self._object(
             self._api.answer_object, [choice.answer() for choice in self._choices]
         ) | {"usage": self._usage()}
-        stopwatch = Stopwatch()
-        await send_json(send, OK, body)
-        self._record.add(types_pb2.STAGE_WRITE, stopwatch.elapsed_ms)
+        await send_json(send, OK, body, {"server-timing": self._record.server_timing()})
 
 
 class EventStream(Answer):
@@ -130,12 +126,12 @@ class EventStream(Answer):
     async def _write(self, send: Send, events: bytes, *, is_last: bool = False) -> None:
         if not events:
             return
-        stopwatch = Stopwatch()
         if not self._has_started:
             self._has_started = True
-            await send({"type": "http.response.start", "status": OK, "headers": [*sse.HEADERS]})
+            timing = (b"server-timing", self._record.server_timing().encode())
+            headers = [*sse.HEADERS, timing]
+            await send({"type": "http.response.start", "status": OK, "headers": headers})
         await send({"type": "http.response.body", "body": events, "more_body": not is_last})
-        self._record.add(types_pb2.STAGE_WRITE, stopwatch.elapsed_ms)
 
 
 async def send_json(

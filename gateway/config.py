@@ -4,7 +4,7 @@ import ipaddress
 from pathlib import Path
 from typing import ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from mesh.config import Address, Addresses, ServiceConfig
 
@@ -68,6 +68,13 @@ class GatewayConfig(ServiceConfig):
     health_interval_s: float = Field(1.0, gt=0, description="seconds between health checks")
     health_stall_s: float = Field(
         20.0, gt=0, description="a worker with running requests and no step for so long is stalled"
+    )
+
+    dashboard_key: SecretStr | None = Field(
+        None, description="needed to see /dashboard; without it, only this machine may"
+    )
+    dashboard_requests: int = Field(
+        500, ge=1, le=100_000, description="finished requests that /dashboard remembers"
     )
 
     @model_validator(mode="after")

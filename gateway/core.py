@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from gateway.config import GatewayConfig
+from gateway.dashboard.recent import RecentRequests
 from gateway.detokenize import Detokenizer
 from gateway.health import HealthMonitor
 from gateway.in_flight import InFlight
@@ -28,6 +29,7 @@ class Core:
     pipeline: Pipeline
     health: HealthMonitor
     in_flight: InFlight
+    recent: RecentRequests
 
 
 @asynccontextmanager
@@ -80,4 +82,5 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
             ),
             health=health,
             in_flight=in_flight,
+            recent=RecentRequests(config.dashboard_requests),
         )

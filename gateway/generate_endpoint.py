@@ -17,7 +17,7 @@ from gateway.openai.api import Api, ApiRequest
 from gateway.param_rules import read_ruled
 from gateway.record import RequestRecord
 from mesh.errors import MeshError
-from mesh.telemetry import SpanKind, Stopwatch, enter_trace, request_id_var, span
+from mesh.telemetry import SpanKind, enter_trace, request_id_var, span
 from mesh.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class GenerateEndpoint:
             request_id_var.get(),
             self._api.operation,
             client_request_id=scope.get(CLIENT_REQUEST_ID, ""),
+            recent=self._core.recent,
         )
         with self._core.in_flight.request(), span("gateway.request", kind=SpanKind.SERVER) as root:
             outcome: BaseException | None = None
@@ -62,7 +63,7 @@ class GenerateEndpoint:
             model = await self._core.catalog.get(request.model)
             record.model, record.is_stream = model.name, request.is_stream()
             groups = await self._core.pipeline.prepare(
-                record.request_id, request.generation(model), model, deadline
+                record.request_id, request.generation(model), model, deadline, record.timeline
             )
             record.serve(groups)
             answer = self._answer(request, answered_model, record, groups)
@@ -74,17 +75,17 @@ class GenerateEndpoint:
         except Exception as error:
             if not isinstance(error, MeshError):
                 logger.exception("unhandled error")
+            record.begin_error()
             await _send_error(error, answer, send)
             return error
         return None
 
     def _validate(self, scope: Scope, body: bytes, record: RequestRecord) -> tuple[ApiRequest, str]:
         """The request after rules, and the model's name for the answer."""
-        stopwatch = Stopwatch()
+        record.timeline.enter(types_pb2.STAGE_RULES)
         with span("gateway.rules"):
             ruled = read_ruled(self._core.rules.current(), scope, body)
             request = self._api.parse(ruled.payload)
-        record.add(types_pb2.STAGE_RULES, stopwatch.elapsed_ms)
         return request, ruled.answered_model(request.model)
 
     def _answer(

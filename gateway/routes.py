@@ -6,6 +6,7 @@ from starlette.routing import Route
 
 from gateway.body import read_body
 from gateway.core import Core
+from gateway.dashboard.routes import dashboard_routes
 from gateway.errors import OK, UNHEALTHY, envelope
 from gateway.generate_endpoint import GenerateEndpoint
 from gateway.generation import Deadline
@@ -33,6 +34,7 @@ def build_routes(core: Core) -> list[Route]:
         Route("/live", plain.live, methods=["GET"]),
         Route("/health", plain.health, methods=["GET"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
+        *dashboard_routes(core),
     ]
 
 

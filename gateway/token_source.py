@@ -21,6 +21,7 @@ from mesh.errors import (
     WorkerUnavailable,
 )
 from mesh.interceptors import INTERNAL_MESSAGE
+from mesh.telemetry import use_span
 from mesh.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -33,6 +34,7 @@ from mesh.v1 import (
 logger = logging.getLogger(__name__)
 
 Response = TypeVar("Response")
+PrefillCall = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 DecodeCall = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
 
 _RELEASE_TIMEOUT_S = 5.0
@@ -105,6 +107,7 @@ class Workers:
         call = None if first is None else first.decode_call
         if call is None:
             call = self._call_decode(job, worker, None if first is None else first.kv_handle)
+        job.trace.timeline.begin_stream()
         try:
             async with aclosing(self._chunks(call, job, worker)) as chunks:
                 async for chunk in chunks:
@@ -112,6 +115,7 @@ class Workers:
                         first.is_taken = True
                     yield chunk
         finally:
+            job.trace.timeline.end_stream()
             call.cancel()
 
     async def close(self) -> None:
@@ -127,19 +131,20 @@ class Workers:
         awaits_first_token: bool = False,
     ) -> DecodeCall:
         stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
-        return stub.Decode(
-            decode_pb2.DecodeRequest(
-                request_id=job.request_id,
-                model=job.model,
-                prompt_token_ids=job.prompt_token_ids,
-                output_token_ids=job.output_token_ids,
-                sampling_params=job.sampling_params,
-                kv_handle=kv_handle,
-                cache_salt=job.request.cache_salt,
-                awaits_first_token=awaits_first_token,
-            ),
-            timeout=job.deadline.remaining_s(),
-        )
+        with use_span(job.trace.attempt_span):
+            return stub.Decode(
+                decode_pb2.DecodeRequest(
+                    request_id=job.request_id,
+                    model=job.model,
+                    prompt_token_ids=job.prompt_token_ids,
+                    output_token_ids=job.output_token_ids,
+                    sampling_params=job.sampling_params,
+                    kv_handle=kv_handle,
+                    cache_salt=job.request.cache_salt,
+                    awaits_first_token=awaits_first_token,
+                ),
+                timeout=job.deadline.remaining_s(),
+            )
 
     async def _run_prefill(
         self,
@@ -148,18 +153,8 @@ class Workers:
         on_handle: Callable[[types_pb2.KvHandle], None],
     ) -> prefill_pb2.PrefillFinished:
         """The prompt's first token; `on_handle` is called if its KV can be read before that."""
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
-        call = stub.Prefill(
-            prefill_pb2.PrefillRequest(
-                request_id=job.request_id,
-                model=job.model,
-                prompt_token_ids=job.prompt_token_ids,
-                output_token_ids=job.output_token_ids,
-                sampling_params=job.sampling_params,
-                cache_salt=job.request.cache_salt,
-            ),
-            timeout=job.deadline.remaining_s(),
-        )
+        job.trace.timeline.enter(types_pb2.STAGE_PREFILL_WAIT)
+        call = self._call_prefill(job, worker)
         finished: prefill_pb2.PrefillFinished | None = None
         timeout_s = self._start_timeout_s
         try:
@@ -178,10 +173,25 @@ class Workers:
             raise
         if finished is None or len(finished.first_token.token_ids) != 1:
             raise WorkerUnavailable(f"{worker.worker_id} ended the prefill without a token")
-        job.trace.add_all(finished.timings)
+        job.trace.timeline.reported(finished.timings)
         if job.trace.num_cached_tokens is None:
             job.trace.num_cached_tokens = finished.num_cached_tokens
         return finished
+
+    def _call_prefill(self, job: Job, worker: scheduler_pb2.WorkerRef) -> PrefillCall:
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
+        with use_span(job.trace.attempt_span):
+            return stub.Prefill(
+                prefill_pb2.PrefillRequest(
+                    request_id=job.request_id,
+                    model=job.model,
+                    prompt_token_ids=job.prompt_token_ids,
+                    output_token_ids=job.output_token_ids,
+                    sampling_params=job.sampling_params,
+                    cache_salt=job.request.cache_salt,
+                ),
+                timeout=job.deadline.remaining_s(),
+            )
 
     async def _chunks(
         self,
@@ -199,6 +209,7 @@ class Workers:
         try:
             while (response := await _read(call, timeout_s, worker)) is not None:
                 timeout_s = self._stall_timeout_s
+                job.trace.timeline.received(response.timings)
                 if held is not None and response.HasField("tokens"):
                     yield held
                     held = None
@@ -330,9 +341,14 @@ def _finish(finished: prefill_pb2.PrefillFinished | decode_pb2.DecodeFinished) -
 
 
 def _note(job: Job, finished: decode_pb2.DecodeFinished) -> None:
-    job.trace.add_all(finished.timings)
-    if job.trace.num_cached_tokens is None:
-        job.trace.num_cached_tokens = finished.num_cached_tokens
+    trace = job.trace
+    trace.timeline.end_stream(finished.timings)
+    trace.mean_batch_size = finished.mean_batch_size
+    trace.max_kv_cache_usage = finished.max_kv_cache_usage
+    trace.num_preemptions += finished.num_preemptions
+    trace.kv_transfer_bytes += finished.kv_transfer_bytes
+    if trace.num_cached_tokens is None:
+        trace.num_cached_tokens = finished.num_cached_tokens
 
 
 def _is_transport_failure(error: MeshError) -> bool:

@@ -399,8 +399,8 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
             first_token=chunk(outputs[-1], params),
             num_cached_tokens=self.num_cached_tokens,
             timings=[
-                types_pb2.StageTiming(stage=types_pb2.STAGE_PREFILL_WAIT, duration_ms=0.25),
-                types_pb2.StageTiming(stage=types_pb2.STAGE_PREFILL_COMPUTE, duration_ms=2.0),
+                types_pb2.StageTiming(stage=types_pb2.STAGE_PREFILL_WAIT, duration_ms=0.03125),
+                types_pb2.StageTiming(stage=types_pb2.STAGE_PREFILL_COMPUTE, duration_ms=0.125),
             ],
         )
         ended = ending(params, outputs)
@@ -477,8 +477,8 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
             finish_reason=ended[0],
             num_cached_tokens=self.num_cached_tokens,
             timings=[
-                types_pb2.StageTiming(stage=types_pb2.STAGE_KV_TRANSFER, duration_ms=0.5),
-                types_pb2.StageTiming(stage=types_pb2.STAGE_DECODE_STEPS, duration_ms=4.0),
+                types_pb2.StageTiming(stage=types_pb2.STAGE_KV_TRANSFER, duration_ms=0.0625),
+                types_pb2.StageTiming(stage=types_pb2.STAGE_DECODE_STEPS, duration_ms=0.25),
             ],
         )
         if ended[1] is not None:
