@@ -178,6 +178,7 @@ def _view(worker: RegisteredWorker) -> WorkerView:
         block_size=record.block_size,
         num_blocks=record.num_blocks,
         max_model_len=record.max_model_len,
+        transfer_address=record.transfer_address,
         reported=ActiveLoad(
             num_requests=load.num_running + load.num_waiting,
             prefill_tokens=load.num_waiting_tokens,

@@ -136,8 +136,7 @@ class Scheduler:
             query=query,
             hits=await self._lookup.hits(query),
             entered_at=self._clock(),
-            ttft_objective_s=request.ttft_objective_s
-            or self._objectives.ttft_s(request.priority_class),
+            ttft_objective_s=self._ttft_objective_s(request),
         )
         claim = Claim(
             # Requests that avoid different workers do not compete for the same room.
@@ -181,6 +180,12 @@ class Scheduler:
         waiting = _Waiting(request.facts, query, hits, self._clock(), None)
         claim = Claim(lane=None, tenant=request.tenant, priority_class=request.priority_class)
         return self._forecast(waiting, self._ahead(claim))
+
+    def _ttft_objective_s(self, request: AdmitRequest) -> float | None:
+        """None for a request that goes on elsewhere: its client has had its first token."""
+        if request.facts.excluded_worker_ids:
+            return None
+        return request.ttft_objective_s or self._objectives.ttft_s(request.priority_class)
 
     def _query(self, request: AdmitRequest) -> PrefixQuery:
         model = request.facts.model
@@ -229,7 +234,8 @@ class Scheduler:
         return num_long < max(1, int(self._objectives.long_prompt_share * num_workers))
 
     def _check_objectives(self, waiting: _Waiting, ahead: Ahead) -> None:
-        if waiting.ttft_objective_s is None and self._objectives.tbt_s is None:
+        has_objective = waiting.ttft_objective_s is not None or self._objectives.tbt_s is not None
+        if not has_objective or waiting.facts.excluded_worker_ids:
             return
         expected = self._forecast(waiting, ahead)
         if expected is not None:

@@ -8,6 +8,7 @@ from mesh.block_index import PrefixHit
 
 __all__ = [
     "IDLE",
+    "NO_HIT",
     "ActiveLoad",
     "Candidate",
     "Hits",
@@ -57,7 +58,7 @@ class ActiveLoad:
 IDLE = ActiveLoad()
 NO_HIT = PrefixHit()
 
-# By the holder id of a worker.
+# By the holder id of a worker, or by the transfer address of a machine.
 Hits = Mapping[str, PrefixHit]
 
 
@@ -75,6 +76,8 @@ class WorkerView:
     block_size: int
     num_blocks: int
     max_model_len: int
+    # The agent of its machine, whose colder tiers it can reach.
+    transfer_address: str = ""
     reported: ActiveLoad = IDLE
     charged: ActiveLoad = IDLE
 
@@ -110,7 +113,10 @@ class Candidate:
 
 def candidate(worker: WorkerView, facts: RequestFacts, hits: Hits) -> Candidate:
     """The last prompt token is always computed, so a hit never covers the whole prompt."""
-    hit = hits.get(worker.holder_id)
-    if hit is None:
-        return Candidate(worker, NO_HIT)
+    hit = hits.get(worker.holder_id, NO_HIT)
+    colder = hits.get(worker.transfer_address)
+    if colder is not None:
+        hit = hit.extended(colder)
+    if hit is NO_HIT:
+        return Candidate(worker, hit)
     return Candidate(worker, hit.bounded((facts.num_prompt_tokens - 1) // worker.block_size))
