@@ -90,11 +90,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _to_response(tokens: Sequence[TokenOutput], transfer: Transfer) -> decode_pb2.DecodeResponse:
-    so_far = tokens[0].timings_so_far
-    return decode_pb2.DecodeResponse(
-        tokens=translate.to_token_chunk(tokens),
-        timings=_stages(so_far, transfer) if so_far is not None else (),
-    )
+    response = decode_pb2.DecodeResponse(tokens=translate.to_token_chunk(tokens))
+    if (so_far := tokens[0].timings_so_far) is not None:
+        response.timings.extend(_stages(so_far, transfer))
+        response.num_cached_tokens = tokens[0].num_cached_tokens
+    return response
 
 
 def _finished(

@@ -302,9 +302,13 @@ class Engine:
         request.append(token.token_id, now)
         reason = request.finish_reason(self._eos_token_ids, self.max_model_len)
         if reason is None and not request.hold_blocks:
-            so_far = request.timings(now) if request.num_sampled_tokens == 1 else None
+            is_first = request.num_sampled_tokens == 1
             return TokenOutput(
-                request.request_id, token.token_id, token.logprobs, timings_so_far=so_far
+                request.request_id,
+                token.token_id,
+                token.logprobs,
+                timings_so_far=request.timings(now) if is_first else None,
+                num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
             )
         held_block_ids: tuple[int, ...] = ()
         if reason is None:

@@ -174,8 +174,7 @@ class Workers:
         if finished is None or len(finished.first_token.token_ids) != 1:
             raise WorkerUnavailable(f"{worker.worker_id} ended the prefill without a token")
         job.trace.timeline.reported(finished.timings)
-        if job.trace.num_cached_tokens is None:
-            job.trace.num_cached_tokens = finished.num_cached_tokens
+        _note_cached(job, finished.num_cached_tokens)
         return finished
 
     def _call_prefill(self, job: Job, worker: scheduler_pb2.WorkerRef) -> PrefillCall:
@@ -210,6 +209,8 @@ class Workers:
             while (response := await _read(call, timeout_s, worker)) is not None:
                 timeout_s = self._stall_timeout_s
                 job.trace.timeline.received(response.timings)
+                if response.HasField("num_cached_tokens"):
+                    _note_cached(job, response.num_cached_tokens)
                 if held is not None and response.HasField("tokens"):
                     yield held
                     held = None
@@ -347,8 +348,13 @@ def _note(job: Job, finished: decode_pb2.DecodeFinished) -> None:
     trace.max_kv_cache_usage = finished.max_kv_cache_usage
     trace.num_preemptions += finished.num_preemptions
     trace.kv_transfer_bytes += finished.kv_transfer_bytes
-    if trace.num_cached_tokens is None:
-        trace.num_cached_tokens = finished.num_cached_tokens
+    _note_cached(job, finished.num_cached_tokens)
+
+
+def _note_cached(job: Job, num_tokens: int) -> None:
+    """The first worker's word counts: a resumption finds what came before it."""
+    if job.trace.num_cached_tokens is None:
+        job.trace.num_cached_tokens = num_tokens
 
 
 def _is_transport_failure(error: MeshError) -> bool:

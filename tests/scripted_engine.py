@@ -44,6 +44,17 @@ class ScriptedRun:
     def token(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         self.events.put_nowait(TokenOutput(self.request.request_id, token_id, logprobs))
 
+    def first_token(self, token_id: int, *, num_cached_tokens: int) -> None:
+        """A first token that is not the last."""
+        self.events.put_nowait(
+            TokenOutput(
+                self.request.request_id,
+                token_id,
+                timings_so_far=RequestTimings(wait_s=0.001, prefill_s=0.002),
+                num_cached_tokens=num_cached_tokens,
+            )
+        )
+
     def hold(self, token_id: int, *block_ids: int, num_cached_tokens: int = 0) -> None:
         """The first token of a prefill, whose blocks stay."""
         self.events.put_nowait(

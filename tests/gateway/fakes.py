@@ -462,7 +462,10 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
                 self._prefill.held.discard(request.kv_handle.handle_id)
             await self.step()
             outputs.append(self.model.next_token(request.prompt_token_ids, outputs))
-            yield decode_pb2.DecodeResponse(tokens=chunk(outputs[-1], params))
+            yield decode_pb2.DecodeResponse(
+                tokens=chunk(outputs[-1], params),
+                num_cached_tokens=self.num_cached_tokens if num_produced == 0 else None,
+            )
             num_produced += 1
             ended = ending(params, outputs)
         if fault is not None and num_produced == fault.after:
