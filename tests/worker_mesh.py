@@ -147,12 +147,13 @@ class WorkerMesh:
         return {
             "model": MODEL,
             "model_path": self._model_path,
-            "kv_transfer_address": self.agent_server.address,
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
             "max_num_batched_tokens": 16,
             "max_num_seqs": 8,
             "segment_dir": self._segment_dir,
+            # A test may have agents of its own.
+            "kv_transfer_address": settings.get("kv_transfer_address") or self.agent_server.address,
             **settings,
         }
 
