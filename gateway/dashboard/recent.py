@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import Any
 
 from gateway.finished import FinishedRequest
@@ -14,6 +15,13 @@ SERIES_S = 120
 WINDOW_S = 60.0
 
 _PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    number: int
+    ended_at: float
+    finished: FinishedRequest
 
 
 @dataclass
@@ -30,12 +38,15 @@ class RecentRequests:
 
     def __init__(self, max_requests: int = 500, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._requests: deque[tuple[float, FinishedRequest]] = deque(maxlen=max_requests)
+        self._requests: deque[_Entry] = deque(maxlen=max_requests)
+        # How many requests there were, forgotten ones included.
+        self.last_number = 0
         self._seconds: deque[_Second] = deque(maxlen=SERIES_S)
 
     def add(self, finished: FinishedRequest) -> None:
         """A request is over."""
-        self._requests.append((self._clock(), finished))
+        self.last_number += 1
+        self._requests.append(_Entry(self.last_number, self._clock(), finished))
         second = self._second()
         second.num_finished += 1
         second.num_failed += finished.error is not None
@@ -47,20 +58,23 @@ class RecentRequests:
 
     def find(self, request_id: str) -> FinishedRequest | None:
         """The latest request of this id, the mesh's or the client's."""
-        for _, finished in reversed(self._requests):
-            if request_id in (finished.request_id, finished.client_request_id):
-                return finished
+        for entry in reversed(self._requests):
+            if request_id in (entry.finished.request_id, entry.finished.client_request_id):
+                return entry.finished
         return None
 
-    def latest(self, limit: int) -> list[FinishedRequest]:
-        """The newest first."""
-        found = [finished for _, finished in reversed(self._requests)]
-        return found[:limit]
+    def latest(self, limit: int, after: int = 0) -> list[FinishedRequest]:
+        """The newest first, without the first `after` that there ever were."""
+        if after > self.last_number:
+            # Whoever counts so far has seen another process.
+            after = 0
+        newest = takewhile(lambda entry: entry.number > after, reversed(self._requests))
+        return [entry.finished for entry in islice(newest, limit)]
 
     def window(self) -> list[FinishedRequest]:
         """Those of the last minute, as far as they are remembered."""
         since = self._clock() - WINDOW_S
-        return [finished for ended_at, finished in self._requests if ended_at >= since]
+        return [entry.finished for entry in self._requests if entry.ended_at >= since]
 
     def series(self) -> dict[str, list[int]]:
         """One number a second, the running second last."""

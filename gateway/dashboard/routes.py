@@ -81,16 +81,22 @@ class _Dashboard:
         return JSONResponse(live(self._core))
 
     async def requests(self, request: Request) -> Response:
-        given = request.query_params.get("limit", "")
-        limit = min(int(given), _MAX_LISTED) if given.isdecimal() else _MAX_LISTED
-        listed = [finished.summary() for finished in self._core.recent.latest(limit)]
-        return JSONResponse({"requests": listed})
+        recent = self._core.recent
+        limit = min(_number(request, "limit", _MAX_LISTED), _MAX_LISTED)
+        latest = recent.latest(limit, after=_number(request, "after", 0))
+        listed = [finished.summary() for finished in latest]
+        return JSONResponse({"last_number": recent.last_number, "requests": listed})
 
     async def request(self, request: Request) -> Response:
         finished = self._core.recent.find(request.path_params["request_id"])
         if finished is None:
             raise HTTPException(NOT_FOUND)
         return JSONResponse(finished.details())
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    given = request.query_params.get(name, "")
+    return int(given) if given.isascii() and given.isdecimal() else default
 
 
 def _file(name: str) -> Response:
