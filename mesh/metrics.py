@@ -108,6 +108,11 @@ class Values:
     def pick(self, value: str) -> str:
         return value if value in self._names else OTHER
 
+    @property
+    def names(self) -> frozenset[str]:
+        """All but "other"."""
+        return frozenset(self._names)
+
     def only(self) -> str | None:
         """The value, where there is one."""
         return next(iter(self._names)) if len(self._names) == 1 else None
