@@ -146,7 +146,7 @@ class Scheduler:
             priority=request.priority,
             num_tokens=facts.num_prompt_tokens + facts.max_tokens,
         )
-        self._check_objectives(waiting, self._ahead(claim))
+        self._check_objectives(waiting, claim)
         async with self._queue.admitted(waiting, claim, timeout_s) as held:
             yield held
 
@@ -173,13 +173,6 @@ class Scheduler:
         """Refuse newcomers and those who wait; return when the last placement has ended."""
         self._queue.close(WorkerUnavailable("the scheduler is draining", retry_after_s=1.0))
         await self._queue.wait_idle()
-
-    def predict(self, request: AdmitRequest, hits: Hits) -> Forecast | None:
-        """What a request could expect that came now."""
-        query = self._query(request)
-        waiting = _Waiting(request.facts, query, hits, self._clock(), None)
-        claim = Claim(lane=None, tenant=request.tenant, priority_class=request.priority_class)
-        return self._forecast(waiting, self._ahead(claim))
 
     def _ttft_objective_s(self, request: AdmitRequest) -> float | None:
         """None for a request that goes on elsewhere: its client has had its first token."""
@@ -233,11 +226,11 @@ class Scheduler:
         num_workers = self.num_workers(Role.PREFILL) or self.num_workers(Role.DECODE)
         return num_long < max(1, int(self._objectives.long_prompt_share * num_workers))
 
-    def _check_objectives(self, waiting: _Waiting, ahead: Ahead) -> None:
+    def _check_objectives(self, waiting: _Waiting, claim: Claim) -> None:
         has_objective = waiting.ttft_objective_s is not None or self._objectives.tbt_s is not None
         if not has_objective or waiting.facts.excluded_worker_ids:
             return
-        expected = self._forecast(waiting, ahead)
+        expected = self._forecast(waiting, self._ahead(claim))
         if expected is not None:
             self._objectives.check_forecast(expected, waiting.ttft_objective_s)
 

@@ -42,19 +42,20 @@ def main(
     """Hit rates, goodput under overload, and what a placement costs."""
     output.mkdir(parents=True, exist_ok=True)
     own = traces.read(trace) if trace else None
-    num_requests, half = (1500, 20) if quick else (10_000, 100)
+    num_requests, half = (1500, 20) if quick else (8000, 100)
     busy = own or default_trace(num_requests, 1.5 * half, seed)
     traces.write(busy, output / "trace.jsonl")
     hits = hit_rates(busy, Fleet(half, half))
     plot_hit_rates(hits, output / "hit_rates.png")
 
-    small = own or default_trace(1500 if quick else 4000, 10, seed)
+    small = own or default_trace(1000 if quick else 2500, 10, seed)
     crowded = overload(small, Fleet(8, 8), [0.5, 0.75, 1.0, 1.5, 2.0, 3.0], Promise())
     plot_overload(crowded, output / "overload.png")
 
     costs = [placement_cost(*size) for size in (SIZES[:2] if quick else SIZES)]
     plot_costs(costs, output / "costs.png")
     result = {
+        "seed": seed,
         "hit_rates": as_json(hits),
         "overload": asdict(crowded),
         "costs": [asdict(cost) for cost in costs],
