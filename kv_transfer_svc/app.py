@@ -22,7 +22,7 @@ async def run(config: KvTransferConfig) -> None:
     """Serve until a signal, then drain."""
     async with AsyncExitStack() as stack:
         segments = SegmentTable()
-        metrics.NUM_SEGMENTS.watch(lambda: len(segments))
+        stack.callback(metrics.NUM_SEGMENTS.watch(lambda: len(segments)))
         block_server = stack.enter_context(
             BlockServer(
                 segments,
@@ -42,6 +42,7 @@ async def run(config: KvTransferConfig) -> None:
         peers = Peers(await stack.enter_async_context(Channels()))
         shared_memory = stack.enter_context(closing(SharedMemoryTransport(config.num_copy_threads)))
         agent = TransferAgent(segments, shared_memory, Network(peers, tcp, block_server))
+        stack.callback(metrics.NUM_ACTIVE_PULLS.watch(lambda: agent.stats.num_active_pulls))
         server = MeshServer(config.listen)
         server.add(
             kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,

@@ -9,8 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import typer
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from mesh.cli import doctor, top, trace
 from tests.gateway.fakes import FakeMesh
