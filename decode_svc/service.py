@@ -144,7 +144,7 @@ def decode_service(config: DecodeConfig) -> Service:
     @asynccontextmanager
     async def serving(worker: Worker) -> AsyncIterator[Quiescence]:
         importer = KvImporter(
-            worker.engine,
+            worker.requests,
             worker.channels,
             engine_id=worker.loaded.engine_id,
             transfer_address=config.kv_transfer_address,
@@ -152,10 +152,10 @@ def decode_service(config: DecodeConfig) -> Service:
             block_size=config.block_size,
             limits=KvImportLimits(config.kv_pull_timeout_s, config.kv_release_timeout_s),
         )
-        generator = Generator(worker.engine, worker.streams, importer)
+        generator = Generator(worker.requests, worker.streams, importer)
         worker.server.add(
             decode_pb2_grpc.add_DecodeServiceServicer_to_server,
-            DecodeServicer(config.model, worker.engine, generator),
+            DecodeServicer(config.model, worker.requests, generator),
             "mesh.v1.DecodeService",
         )
         async with importer:

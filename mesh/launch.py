@@ -125,7 +125,7 @@ def _topology(
         "scheduler": {},
         "prefill": dict(worker),
         "decode": dict(worker),
-        "kv_transfer": {},
+        "kv_transfer": {"disk_path": str(home.kv)},
     }
     if options.rules_path is not None:
         sections["gateway"]["rules_path"] = str(options.rules_path.absolute())
