@@ -48,7 +48,7 @@ protos: setup-dev  ## regenerate mesh/v1 from protos/
 
 bench: setup-dev
 	$(PIP) --editable '.[bench]'
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks compare $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

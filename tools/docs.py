@@ -66,9 +66,7 @@ def _sections() -> Iterator[str]:
 def _is_known(setting: Setting, known: dict[str, Setting]) -> bool:
     other = known.get(setting.name)
     # The worker id is named after the service everywhere.
-    return other is not None and (
-        other.default == setting.default or setting.name == "worker_id"
-    )
+    return other is not None and (other.default == setting.default or setting.name == "worker_id")
 
 
 def _row(setting: Setting) -> str:
