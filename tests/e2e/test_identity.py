@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import re
 import time
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from mesh.spans import SPANS
 from mesh.v1 import inference_pb2, inference_pb2_grpc
 from tests.e2e.harness import MODEL, Collector, RunningMesh
 
@@ -137,11 +140,21 @@ async def test_each_of_sixteen_streams_is_one_trace_from_the_edge_to_the_copy_of
     names: dict[str, set[str]] = {trace_id: set() for trace_id in trace_ids}
     linked: set[str] = set()
     while any(not wanted <= found for found in names.values()) or not linked & set(trace_ids):
-        _, span = await asyncio.to_thread(collector[0].spans.get, timeout=20)
+        service, span = await asyncio.to_thread(collector[0].spans.get, timeout=20)
+        check_is_documented(service, span)
         if span.trace_id.hex() in names:
             names[span.trace_id.hex()].add(span.name)
         if span.name == "engine.step":
             linked |= {link.trace_id.hex() for link in span.links}
+
+
+def check_is_documented(service: str, span: Span) -> None:
+    [described] = [one for one in SPANS if one.name == span.name]
+    assert service in described.service
+    patterns = [re.sub("<.*>", ".+", re.escape(one)) for one in described.attributes]
+    for attribute in span.attributes:
+        assert any(re.fullmatch(one, attribute.key) for one in patterns), attribute.key
+    assert {event.name for event in span.events} <= {*described.events, "exception"}
 
 
 def metric(url: str, name: str) -> float:
