@@ -320,9 +320,15 @@ static void weigh(const Query& query, F* scores, const Chunk& chunk, std::int64_
   const float chunk_largest = max_lanes(top);
   const float next = chunk_largest > largest ? chunk_largest : largest;
   const F shift = set1(next);
-  const F decay = exp_lanes(sub(set1(largest), shift));
-  largest = next;
-  F lanes = mul(load(query.lanes), decay);
+  F lanes = load(query.lanes);
+  if (next > largest) {  // otherwise the factor is exactly one
+    const F decay = exp_lanes(sub(set1(largest), shift));
+    largest = next;
+    lanes = mul(lanes, decay);
+    for (std::int64_t d = 0; d < padded; d += 16) {
+      store(query.state + d, mul(load(query.state + d), decay));
+    }
+  }
   for (int v = 0; v < kKeyVectors; ++v) {
     const int n = query.visible - v * 16;
     if (n <= 0) {
@@ -337,9 +343,6 @@ static void weigh(const Query& query, F* scores, const Chunk& chunk, std::int64_
     store(weights + v * 16, p);
   }
   store(query.lanes, lanes);
-  for (std::int64_t d = 0; d < padded; d += 16) {
-    store(query.state + d, mul(load(query.state + d), decay));
-  }
 }
 
 template <int M>

@@ -112,6 +112,8 @@ struct Kernels {
                 std::int64_t head_dim, float* out);
   std::int64_t (*argmax)(const float* x, std::int64_t n, float* largest);
   void (*exp_shifted)(const float* x, std::int64_t n, float shift, float scale, float* out);
+  // The sum of those of `n` values that are at least `floor`.
+  double (*sum_from)(const float* x, std::int64_t n, float floor);
   // Billions of 8-bit operations a second that one thread reaches on registers alone.
   double (*dot_gops)();
 };

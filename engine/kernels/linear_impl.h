@@ -55,6 +55,9 @@ struct Int4Unpacked : Int8Group {
   }
 };
 
+// Unpacking costs as much as multiplying several blocks of rows.
+constexpr std::int64_t kMinUnpackBlocks = 6;
+
 static void unpack_int4(const std::uint8_t* unit, std::int64_t groups, std::uint8_t* out) {
   for (std::int64_t group = 0; group < groups; ++group) {
     const std::uint8_t* block = unit + group * Int4Group::kBlockBytes;
@@ -291,7 +294,7 @@ static void linear(const Linear& weights, const Activations& x, std::int64_t row
                    std::uint8_t* scratch) {
   const std::int64_t bytes = unit_bytes(weights.format, weights.k);
   const std::int64_t num_blocks = ceil_div(rows, kMaxRows);
-  const bool unpacks = weights.format == WeightFormat::kInt4 && num_blocks > 1;
+  const bool unpacks = weights.format == WeightFormat::kInt4 && num_blocks >= kMinUnpackBlocks;
   float sums[kMaxRows * kUnit];
   for (std::int64_t unit = first_unit; unit < last_unit; ++unit) {
     const std::uint8_t* data = weights.data + unit * bytes;

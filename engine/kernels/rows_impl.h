@@ -175,6 +175,28 @@ static std::int64_t argmax(const float* x, std::int64_t n, float* largest) {
   return best;
 }
 
+static double sum_from(const float* x, std::int64_t n, float floor) {
+  const F limit = set1(floor);
+  double total = 0.0;
+  // Float sums of short stretches lose next to nothing, and doubles take them up.
+  for (std::int64_t start = 0; start < n; start += 512) {
+    const std::int64_t end = start + 512 < n ? start + 512 : n;
+    F a = zero(), b = zero();
+    std::int64_t i = start;
+    for (; i + 32 <= end; i += 32) {
+      const F v = load(x + i), w = load(x + i + 16);
+      a = add(a, zero_below(v, v, limit));
+      b = add(b, zero_below(w, w, limit));
+    }
+    for (; i < end; i += 16) {
+      const F v = load_n(x + i, end - i < 16 ? static_cast<int>(end - i) : 16);
+      a = add(a, zero_below(v, v, limit));
+    }
+    total += static_cast<double>(sum_lanes(add(a, b)));
+  }
+  return total;
+}
+
 static void exp_shifted(const float* x, std::int64_t n, float shift, float scale, float* out) {
   const F s = set1(shift), factor = set1(scale);
   for (std::int64_t i = 0; i < n; i += 16) {
