@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig
 from engine.engine import Engine, build_engine
@@ -17,7 +17,7 @@ class Continuation:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    num_cached_tokens: int
+    num_cached_tokens: int = field(compare=False)
 
 
 @contextmanager

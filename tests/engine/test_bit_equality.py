@@ -1,6 +1,6 @@
 """Each format gives a prompt one continuation, to the last bit, however it is computed."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.engine_runs import Continuation, run, running_engine
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the kernels could not be built")
 
-NUM_TOKENS = 32
+NUM_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,21 @@ class Format:
     kv_dtype: KvDtypeName
     # Of the twenty; the formats that nobody gets by default are tried with fewer.
     prompts: tuple[int, ...]
+    # Some segments of attention; more take long.
+    max_prompt_tokens: int = 300
 
     def __str__(self) -> str:
         return f"{self.weights} with {self.kv_dtype} KV"
 
 
-_SOME = (0, 3, 9, 11, 13, 16, 18)
+_SOME = (0, 3, 9, 11, 13, 18)
 FORMATS = [
-    Format("int4", "bfloat16", tuple(range(20))),
-    Format("int8", "bfloat16", (*range(16), 18)),
+    Format("int4", "bfloat16", tuple(range(20)), 1200),
+    Format("int8", "bfloat16", (*range(0, 16, 2), 18), 600),
     Format("bfloat16", "bfloat16", _SOME),
     Format("float32", "float32", _SOME),
-    Format("int4", "int8", (*_SOME, 19)),
-    Format("int8", "fp8", (*_SOME, 19)),
+    Format("int4", "int8", _SOME),
+    Format("int8", "fp8", _SOME),
     Format("int4", "float32", _SOME),
 ]
 
@@ -55,10 +57,13 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=FORMATS, ids=str)
-def case(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, smollm2_path: Path) -> Case:
     chosen: Format = request.param
     tokenizer = Tokenizer.from_file(str(smollm2_path / "tokenizer.json"))
-    prompts = {str(index): tokenizer.encode(VARIED_PROMPTS[index]).ids for index in chosen.prompts}
+    prompts = {
+        str(index): tokenizer.encode(VARIED_PROMPTS[index]).ids[: chosen.max_prompt_tokens]
+        for index in chosen.prompts
+    }
     is_float = chosen.weights in ("float32", "bfloat16")
     config = EngineConfig(
         smollm2_path,
@@ -72,7 +77,7 @@ def case(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Case]:
     with running_engine(config) as engine:
         expected = run(engine, prompts, params)
         warm = run(engine, prompts, params)
-    yield Case(config, prompts, expected, warm)
+    return Case(config, prompts, expected, warm)
 
 
 def params(name: str) -> SamplingParams:
@@ -85,7 +90,7 @@ def params(name: str) -> SamplingParams:
 
 def assert_same(actual: Mapping[str, Continuation], case: Case) -> None:
     for name in actual:
-        assert replace(actual[name], num_cached_tokens=0) == case.expected[name], name
+        assert actual[name] == case.expected[name], name
 
 
 def test_alone_on_one_thread(case: Case) -> None:
@@ -112,7 +117,8 @@ def test_from_the_prefix_cache(case: Case) -> None:
 def test_preempted_and_resumed(case: Case) -> None:
     prompts = {name: prompt for name, prompt in case.prompts.items() if len(prompt) < 200}
     longest = max(len(prompt) for prompt in prompts.values()) + NUM_TOKENS
-    config = replace(case.config, num_blocks=longest // 16 + 6)
+    # Small blocks, so that sequences outgrow them often.
+    config = replace(case.config, block_size=4, num_blocks=longest // 4 + 8)
 
     with running_engine(config) as engine:
         assert_same(run(engine, prompts, params), case)
