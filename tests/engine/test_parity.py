@@ -17,9 +17,9 @@ from tests.engine_runs import Continuation, run, running_engine, token_ids
 pytestmark = pytest.mark.timeout(300)
 
 NUM_TOKENS = 100
-# On torch, which is slower: enough to tell that it computes the same.
+# Where a step brings one token only, or runs on torch.
+NUM_FEW_TOKENS = 24
 NUM_TORCH_PROMPTS = 16
-NUM_TORCH_TOKENS = 24
 
 Continuations = Mapping[str, Continuation]
 
@@ -52,7 +52,7 @@ def batched(engine: Engine, prompts: Mapping[str, list[int]]) -> Continuations:
 @pytest.fixture(scope="module")
 def warm(engine: Engine, batched: Continuations, prompts: Mapping[str, list[int]]) -> Continuations:
     """The same again, on the cache that this left."""
-    return run(engine, prompts, greedy)
+    return run(engine, prompts, few_greedy)
 
 
 def greedy(name: str, num_tokens: int = NUM_TOKENS) -> SamplingParams:
@@ -60,7 +60,11 @@ def greedy(name: str, num_tokens: int = NUM_TOKENS) -> SamplingParams:
 
 
 def few_greedy(name: str) -> SamplingParams:
-    return greedy(name, NUM_TORCH_TOKENS)
+    return greedy(name, NUM_FEW_TOKENS)
+
+
+def first_token_ids(continuations: Continuations) -> dict[str, tuple[int, ...]]:
+    return {name: each.token_ids[:NUM_FEW_TOKENS] for name, each in continuations.items()}
 
 
 def seeded(name: str) -> SamplingParams:
@@ -101,8 +105,10 @@ def test_greedy_tokens_and_log_probabilities_equal_transformers(
 def test_alone_gives_the_same_tokens(
     batched: Continuations, prompts: Mapping[str, list[int]], config: EngineConfig
 ) -> None:
-    with running_engine(replace(config, enable_prefix_caching=False)) as alone:
-        assert token_ids(run(alone, prompts, greedy, at_once=1)) == token_ids(batched)
+    with running_engine(replace(config, enable_prefix_caching=False)) as engine:
+        alone = run(engine, prompts, few_greedy, at_once=1)
+
+    assert token_ids(alone) == first_token_ids(batched)
 
 
 def test_chunks_of_32_give_the_same_tokens(
@@ -110,13 +116,13 @@ def test_chunks_of_32_give_the_same_tokens(
 ) -> None:
     limits = {"max_num_batched_tokens": 48, "long_prefill_token_threshold": 32}
     with running_engine(replace(config, **limits)) as chunked:  # type: ignore[arg-type]
-        assert token_ids(run(chunked, prompts, greedy)) == token_ids(batched)
+        assert token_ids(run(chunked, prompts, few_greedy)) == first_token_ids(batched)
 
 
 def test_a_warm_prefix_cache_gives_the_same_tokens(
     warm: Continuations, batched: Continuations, prompts: Mapping[str, list[int]]
 ) -> None:
-    assert token_ids(warm) == token_ids(batched)
+    assert token_ids(warm) == first_token_ids(batched)
     for name, prompt in prompts.items():
         assert warm[name].num_cached_tokens == (len(prompt) - 1) // 16 * 16
 
@@ -134,11 +140,12 @@ def test_seeded_sampling_gives_the_same_tokens_alone_and_among_sixteen(
 def test_the_torch_backend_gives_the_same_tokens(
     batched: Continuations, prompts: Mapping[str, list[int]], config: EngineConfig
 ) -> None:
-    chosen = dict(list(prompts.items())[:NUM_TORCH_PROMPTS])
+    chosen = list(prompts)[:NUM_TORCH_PROMPTS]
     backend: BackendName = "torch"
     with running_engine(replace(config, backend=backend)) as on_torch:
-        together = run(on_torch, chosen, few_greedy)
-        alone = run(on_torch, chosen, few_greedy, at_once=1)
+        together = run(on_torch, {name: prompts[name] for name in chosen}, few_greedy)
+        alone = run(on_torch, {name: prompts[name] for name in chosen[:4]}, few_greedy, at_once=1)
 
-    expected = {name: batched[name].token_ids[:NUM_TORCH_TOKENS] for name in chosen}
-    assert token_ids(together) == token_ids(alone) == expected
+    expected = first_token_ids(batched)
+    assert token_ids(together) == {name: expected[name] for name in chosen}
+    assert token_ids(alone) == {name: expected[name] for name in chosen[:4]}
