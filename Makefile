@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST_ARGS ?=
 
-.PHONY: setup setup-dev run test check protos docs bench clean
+.PHONY: setup setup-dev nginx run test check protos docs bench clean
 
 setup: $(VENV)/.run  ## make .venv with what `pdmesh` needs
 
@@ -25,7 +25,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 run: setup  ## serve the default model on http://127.0.0.1:8000
 	$(BIN)/pdmesh up $(ARGS)
 
-test: setup-dev  ## the whole suite
+nginx:  ## nginx with its Lua module, which tests need
+	-tools/install_nginx.sh
+
+test: setup-dev nginx  ## the whole suite
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: setup-dev  ## lint, types, import contracts, protos
@@ -45,7 +48,7 @@ protos: setup-dev  ## regenerate mesh/v1 from protos/
 
 bench: setup-dev
 	$(PIP) --editable '.[bench]'
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks compare $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -10,12 +10,12 @@ from enum import StrEnum
 from typing import Any, Protocol, Self
 
 from decode_svc.kv_holder import HandoverLost, KvHolder, LeaseOver, RemoteKv
-from decode_svc.transfer_agent import PullFailed, TransferAgent
 from engine.request import RemoteKvWanted
 from mesh import metrics
 from mesh.client import Channels
 from mesh.errors import KvTransferFailed
 from mesh.v1 import kv_transfer_pb2, types_pb2
+from worker.transfer_agent import PullFailed, TransferAgent
 
 logger = logging.getLogger(__name__)
 

@@ -90,11 +90,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _to_response(tokens: Sequence[TokenOutput], transfer: Transfer) -> decode_pb2.DecodeResponse:
-    so_far = tokens[0].timings_so_far
-    return decode_pb2.DecodeResponse(
-        tokens=translate.to_token_chunk(tokens),
-        timings=_stages(so_far, transfer) if so_far is not None else (),
-    )
+    response = decode_pb2.DecodeResponse(tokens=translate.to_token_chunk(tokens))
+    if (so_far := tokens[0].timings_so_far) is not None:
+        response.timings.extend(_stages(so_far, transfer))
+        response.num_cached_tokens = tokens[0].num_cached_tokens
+    return response
 
 
 def _finished(
@@ -144,7 +144,7 @@ def decode_service(config: DecodeConfig) -> Service:
     @asynccontextmanager
     async def serving(worker: Worker) -> AsyncIterator[Quiescence]:
         importer = KvImporter(
-            worker.engine,
+            worker.requests,
             worker.channels,
             engine_id=worker.loaded.engine_id,
             transfer_address=config.kv_transfer_address,
@@ -152,10 +152,10 @@ def decode_service(config: DecodeConfig) -> Service:
             block_size=config.block_size,
             limits=KvImportLimits(config.kv_pull_timeout_s, config.kv_release_timeout_s),
         )
-        generator = Generator(worker.engine, worker.streams, importer)
+        generator = Generator(worker.requests, worker.streams, importer)
         worker.server.add(
             decode_pb2_grpc.add_DecodeServiceServicer_to_server,
-            DecodeServicer(config.model, worker.engine, generator),
+            DecodeServicer(config.model, worker.requests, generator),
             "mesh.v1.DecodeService",
         )
         async with importer:

@@ -215,10 +215,18 @@ class Engine:
             return False
         request.output_token_ids += output_token_ids
         self._pool.release(request.block_ids)
-        request.num_computed_tokens = 0
-        request.enter(RequestStatus.WAITING, self._clock())
-        self._batcher.add(request)
+        self._start_over(request)
         return True
+
+    def remote_kv_late(self, request_id: str) -> None:
+        """The wanted blocks are of no use any more, but may still be written to.
+
+        The request computes its tokens here, in others. These stay reserved for the answer.
+        """
+        request = self._end_remote_wait(request_id)
+        if request is not None:
+            self._quarantined[request_id] = _take(request.block_ids)
+            self._start_over(request)
 
     def load(self) -> EngineStats:
         """Count what the engine is doing."""
@@ -302,9 +310,13 @@ class Engine:
         request.append(token.token_id, now)
         reason = request.finish_reason(self._eos_token_ids, self.max_model_len)
         if reason is None and not request.hold_blocks:
-            so_far = request.timings(now) if request.num_sampled_tokens == 1 else None
+            is_first = request.num_sampled_tokens == 1
             return TokenOutput(
-                request.request_id, token.token_id, token.logprobs, timings_so_far=so_far
+                request.request_id,
+                token.token_id,
+                token.logprobs,
+                timings_so_far=request.timings(now) if is_first else None,
+                num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
             )
         held_block_ids: tuple[int, ...] = ()
         if reason is None:
@@ -356,6 +368,12 @@ class Engine:
         self._batcher.remove(request)
         request.awaits_remote_kv = False
         return request
+
+    def _start_over(self, request: Request) -> None:
+        """Queue a request again that has no blocks any more."""
+        request.num_computed_tokens = 0
+        request.enter(RequestStatus.WAITING, self._clock())
+        self._batcher.add(request)
 
     def _release_from(self, owners: dict[str, list[int]], request_id: str) -> bool:
         block_ids = owners.pop(request_id, None)

@@ -130,6 +130,10 @@ class EngineLoop:
         """Answer RemoteKvWanted of a `tiered_kv` request: so many blocks are written."""
         self._submit(partial(self._engine.tiered_kv_done, request_id, num_blocks))
 
+    def remote_kv_late(self, request_id: str) -> None:
+        """Do without an answer to RemoteKvWanted, which must still come."""
+        self._submit(partial(self._engine.remote_kv_late, request_id))
+
     def remote_kv_failed(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None:
         """Answer RemoteKvWanted: the blocks will not come, and nothing writes to them."""
         self._submit(partial(self._engine.remote_kv_failed, request_id, output_token_ids))

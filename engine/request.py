@@ -106,7 +106,10 @@ class RemoteKvWanted:
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One produced token; the request's last one carries `timings`, its first `timings_so_far`."""
+    """One produced token; the request's last one carries `timings`, its first `timings_so_far`.
+
+    Both carry `num_cached_tokens`.
+    """
 
     request_id: str
     token_id: int

@@ -1,9 +1,12 @@
 """`python -m gateway`."""
 
+import sys
+
 import uvloop
 
 from gateway.app import run
 from gateway.config import GatewayConfig
+from gateway.rules.loader import RulesInvalid
 from mesh import config, metrics, telemetry
 
 
@@ -16,7 +19,11 @@ def main() -> None:
         worker_id=settings.worker_id,
     )
     metrics.listen(settings.metrics_listen, vllm_names=settings.vllm_metrics)
-    uvloop.run(run(settings))
+    try:
+        uvloop.run(run(settings))
+    except RulesInvalid as error:
+        print(f"gateway: the rules file is invalid\n{error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

@@ -13,15 +13,17 @@ from gateway.choices import ChoiceDelta, Choices
 from gateway.errors import OK, to_answer
 from gateway.openai.api import Api, ApiRequest, usage_object
 from gateway.record import RequestRecord
-from mesh.telemetry import Stopwatch
-from mesh.v1 import types_pb2
 
 
 class Answer:
     """What both ways have in common: names, choices, usage."""
 
-    def __init__(self, api: Api, request: ApiRequest, record: RequestRecord, num: int) -> None:
+    def __init__(
+        self, api: Api, request: ApiRequest, model: str, record: RequestRecord, num: int
+    ) -> None:
         self._request = request
+        # As the client calls it, which rules may have rewritten.
+        self._model = model
         self._record = record
         self._choices = [request.choice(index) for index in range(num)]
         self._id = api.id_prefix + record.request_id
@@ -33,7 +35,7 @@ class Answer:
             "id": self._id,
             "object": kind,
             "created": self._created,
-            "model": self._request.model,
+            "model": self._model,
             "choices": choices,
         }
 
@@ -52,9 +54,7 @@ class WholeAnswer(Answer):
         body = self._object(
             self._api.answer_object, [choice.answer() for choice in self._choices]
         ) | {"usage": self._usage()}
-        stopwatch = Stopwatch()
-        await send_json(send, OK, body)
-        self._record.add(types_pb2.STAGE_WRITE, stopwatch.elapsed_ms)
+        await send_json(send, OK, body, {"server-timing": self._record.server_timing()})
 
 
 class EventStream(Answer):
@@ -68,13 +68,14 @@ class EventStream(Answer):
         self,
         api: Api,
         request: ApiRequest,
+        model: str,
         record: RequestRecord,
         num: int,
         *,
         header_wait_s: float,
         keep_alive_interval_s: float,
     ) -> None:
-        super().__init__(api, request, record, num)
+        super().__init__(api, request, model, record, num)
         self._header_wait_s = header_wait_s
         self._keep_alive_interval_s = keep_alive_interval_s
         self._has_started = False
@@ -125,12 +126,12 @@ class EventStream(Answer):
     async def _write(self, send: Send, events: bytes, *, is_last: bool = False) -> None:
         if not events:
             return
-        stopwatch = Stopwatch()
         if not self._has_started:
             self._has_started = True
-            await send({"type": "http.response.start", "status": OK, "headers": [*sse.HEADERS]})
+            timing = (b"server-timing", self._record.server_timing().encode())
+            headers = [*sse.HEADERS, timing]
+            await send({"type": "http.response.start", "status": OK, "headers": headers})
         await send({"type": "http.response.body", "body": events, "more_body": not is_last})
-        self._record.add(types_pb2.STAGE_WRITE, stopwatch.elapsed_ms)
 
 
 async def send_json(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -115,8 +116,10 @@ class _Server(uvicorn.Server):
 
 
 async def run(config: GatewayConfig) -> None:
-    """Serve until a signal, then drain."""
+    """Serve until a signal, then drain. Raises RulesInvalid."""
     async with open_core(config) as core:
+        if config.rules_path is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, core.rules.reload)
         rest = RestServer(core)
         server = MeshServer(config.inference_listen)
         server.add(

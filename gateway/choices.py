@@ -8,6 +8,7 @@ from typing import Self
 
 from gateway.generation import Delta, Job
 from gateway.pipeline import Pipeline
+from mesh.v1 import types_pb2
 
 # Deltas that wait for a slow client; then its choices wait too.
 _MAX_BUFFERED = 16
@@ -85,10 +86,20 @@ class Choices:
             async with aclosing(self._pipeline.generate(job)) as deltas:
                 async for delta in deltas:
                     is_primed.set()
-                    await self._queue.put(ChoiceDelta(index, delta))
-                    self._changed.set()
+                    await self._hand_over(ChoiceDelta(index, delta), job)
         except Exception as error:
             self.fail(error)
         finally:
+            # From here on the request waits for the client alone.
+            job.trace.timeline.enter(types_pb2.STAGE_WRITE)
             self._num_running -= 1
             self._changed.set()
+
+    async def _hand_over(self, item: ChoiceDelta, job: Job) -> None:
+        if self._queue.full():
+            job.trace.timeline.enter(types_pb2.STAGE_WRITE)
+            await self._queue.put(item)
+            job.trace.timeline.enter(types_pb2.STAGE_NETWORK)
+        else:
+            self._queue.put_nowait(item)
+        self._changed.set()

@@ -1,9 +1,10 @@
 """Settings of the gateway."""
 
 import ipaddress
+from pathlib import Path
 from typing import ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from mesh.config import Address, Addresses, ServiceConfig
 
@@ -26,6 +27,13 @@ class GatewayConfig(ServiceConfig):
     )
     allow_unauthenticated: bool = Field(
         False, description="serve on an interface that others can reach, though there are no keys"
+    )
+
+    rules_path: Path | None = Field(
+        None, description="file of parameter rules, see `pdmesh rules`; none without it"
+    )
+    rules_check_interval_s: float = Field(
+        1.0, ge=0, description="seconds between looks at whether the rules file has changed"
     )
 
     max_body_bytes: int = Field(10 * 1024 * 1024, ge=1024, description="largest request body")
@@ -60,6 +68,13 @@ class GatewayConfig(ServiceConfig):
     health_interval_s: float = Field(1.0, gt=0, description="seconds between health checks")
     health_stall_s: float = Field(
         20.0, gt=0, description="a worker with running requests and no step for so long is stalled"
+    )
+
+    dashboard_key: SecretStr | None = Field(
+        None, description="needed to see /dashboard; without it, only this machine may"
+    )
+    dashboard_requests: int = Field(
+        500, ge=1, le=100_000, description="finished requests that /dashboard remembers"
     )
 
     @model_validator(mode="after")

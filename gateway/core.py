@@ -5,11 +5,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from gateway.config import GatewayConfig
+from gateway.dashboard.recent import RecentRequests
 from gateway.detokenize import Detokenizer
 from gateway.health import HealthMonitor
 from gateway.in_flight import InFlight
 from gateway.pipeline import Pipeline
 from gateway.placement import Scheduler
+from gateway.rules.source import RuleSource
 from gateway.token_source import Workers
 from gateway.tokenizer import ModelCatalog, Tokenizer
 from mesh import metrics
@@ -21,16 +23,22 @@ class Core:
     """What a front door needs."""
 
     config: GatewayConfig
+    rules: RuleSource
     tokenizer: Tokenizer
     catalog: ModelCatalog
     pipeline: Pipeline
     health: HealthMonitor
     in_flight: InFlight
+    recent: RecentRequests
 
 
 @asynccontextmanager
 async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
-    """Connect to the mesh; everything is closed again when the context is left."""
+    """Connect to the mesh; everything is closed again when the context is left.
+
+    Raises RulesInvalid.
+    """
+    rules = RuleSource(config.rules_path, check_interval_s=config.rules_check_interval_s)
     async with AsyncExitStack() as stack:
         tokenizer_channel = connect(config.tokenizer_addresses)
         stack.push_async_callback(tokenizer_channel.close)
@@ -61,6 +69,7 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
         stack.callback(metrics.NUM_STREAMS.watch(lambda: in_flight.num_requests))
         yield Core(
             config=config,
+            rules=rules,
             tokenizer=tokenizer,
             catalog=catalog,
             pipeline=Pipeline(
@@ -73,4 +82,5 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
             ),
             health=health,
             in_flight=in_flight,
+            recent=RecentRequests(config.dashboard_requests),
         )

@@ -12,7 +12,7 @@ import grpc
 
 from gateway.generation import Chunk, Delta, Finish, Job
 from mesh.errors import DeadlineExceeded, InternalError
-from mesh.telemetry import Stopwatch, current_traceparent
+from mesh.telemetry import current_traceparent
 from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)
@@ -118,13 +118,15 @@ class TextSequence:
 
     async def append(self, chunk: Chunk) -> Delta:
         """The text that `chunk` makes final; the delta finishes when a stop string matched."""
-        stopwatch = Stopwatch()
+        timeline = self._job.trace.timeline
+        timeline.enter(types_pb2.STAGE_DETOKENIZE)
         described = _described_ids(chunk.logprobs)
         response = await self._exchange(chunk, described)
         if response.error:
             raise InternalError(f"detokenization failed: {response.error}")
-        self._job.trace.add(types_pb2.STAGE_DETOKENIZE, stopwatch.elapsed_ms)
-        return self._to_delta(chunk, response, described)
+        delta = self._to_delta(chunk, response, described)
+        timeline.enter(types_pb2.STAGE_NETWORK)
+        return delta
 
     async def _exchange(
         self, chunk: Chunk, described: Sequence[int]

@@ -30,6 +30,7 @@ UNHEALTHY = 503
 INVALID_HTTP = 400
 NOT_FOUND = 404
 METHOD_NOT_ALLOWED = 405
+TOO_MANY_REQUESTS = 429
 HEADERS_TOO_LARGE = 431
 
 _DEFAULT_RETRY_AFTER_S = 1.0
@@ -43,6 +44,16 @@ class BodyTooLarge(InvalidRequest):
 
 class UnsupportedMediaType(InvalidRequest):
     """The body is something other than JSON."""
+
+
+class RequestRejected(InvalidRequest):
+    """A rule of the operator refuses the request, in the rule's own words."""
+
+    def __init__(self, message: str, *, status: int, code: str | None, param: str | None) -> None:
+        super().__init__(message, param=param)
+        self.status = status
+        # What clients read; `code` is the gRPC status of every mesh error.
+        self.error_code = code
 
 
 @dataclass(frozen=True)
@@ -101,6 +112,8 @@ def to_answer(error: Exception) -> ErrorAnswer:
     """What the client is told about `error`."""
     if isinstance(error, HTTPException):
         return _http_answer(error)
+    if isinstance(error, RequestRejected):
+        return _rejection_answer(error)
     row = next((row for kind, row in _TABLE if isinstance(error, kind)), _INTERNAL_ROW)
     headers = {}
     retry_after_s = error.retry_after_s if isinstance(error, MeshError) else None
@@ -129,6 +142,17 @@ def envelope(
 ) -> dict[str, Any]:
     """OpenAI's error object."""
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def _rejection_answer(error: RequestRejected) -> ErrorAnswer:
+    is_limit = error.status == TOO_MANY_REQUESTS
+    body = envelope(
+        str(error),
+        type="rate_limit_error" if is_limit else "invalid_request_error",
+        param=error.param,
+        code=error.error_code,
+    )
+    return ErrorAnswer(error.status, body, {})
 
 
 def _http_answer(error: HTTPException) -> ErrorAnswer:

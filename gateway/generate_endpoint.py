@@ -7,16 +7,17 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from gateway.answers import EventStream, WholeAnswer, send_json
-from gateway.body import parse_object, read_body
+from gateway.body import read_body
 from gateway.choices import Choices
 from gateway.core import Core
 from gateway.errors import to_answer
 from gateway.generation import Deadline, Job
 from gateway.middleware import CLIENT_REQUEST_ID
 from gateway.openai.api import Api, ApiRequest
+from gateway.param_rules import read_ruled
 from gateway.record import RequestRecord
 from mesh.errors import MeshError
-from mesh.telemetry import SpanKind, Stopwatch, enter_trace, request_id_var, span
+from mesh.telemetry import SpanKind, enter_trace, request_id_var, span
 from mesh.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,12 @@ class GenerateEndpoint:
             request_id_var.get(),
             self._api.operation,
             client_request_id=scope.get(CLIENT_REQUEST_ID, ""),
+            recent=self._core.recent,
         )
         with self._core.in_flight.request(), span("gateway.request", kind=SpanKind.SERVER) as root:
             outcome: BaseException | None = None
             try:
-                outcome = await self._respond(headers, receive, send, record)
+                outcome = await self._respond(scope, receive, send, record)
             except BaseException as error:
                 # The client is gone, or the process is about to be.
                 outcome = error
@@ -50,21 +52,21 @@ class GenerateEndpoint:
                 record.finish(outcome, root)
 
     async def _respond(
-        self, headers: Headers, receive: Receive, send: Send, record: RequestRecord
+        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
     ) -> Exception | None:
         """Answer, whatever happens; returns the failure that the client was told."""
         deadline = Deadline(self._core.config.request_timeout_s)
         answer: EventStream | WholeAnswer | None = None
         try:
-            body = await read_body(headers, receive, self._core.config.max_body_bytes)
-            request = self._validate(body, record)
+            body = await read_body(Headers(scope=scope), receive, self._core.config.max_body_bytes)
+            request, answered_model = self._validate(scope, body, record)
             model = await self._core.catalog.get(request.model)
             record.model, record.is_stream = model.name, request.is_stream()
             groups = await self._core.pipeline.prepare(
-                record.request_id, request.generation(model), model, deadline
+                record.request_id, request.generation(model), model, deadline, record.timeline
             )
             record.serve(groups)
-            answer = self._answer(request, record, groups)
+            answer = self._answer(request, answered_model, record, groups)
             async with Choices(self._core.pipeline, groups).start() as choices:
                 with self._core.in_flight.running(choices):
                     await answer.send(choices, send)
@@ -73,26 +75,29 @@ class GenerateEndpoint:
         except Exception as error:
             if not isinstance(error, MeshError):
                 logger.exception("unhandled error")
+            record.begin_error()
             await _send_error(error, answer, send)
             return error
         return None
 
-    def _validate(self, body: bytes, record: RequestRecord) -> ApiRequest:
-        stopwatch = Stopwatch()
+    def _validate(self, scope: Scope, body: bytes, record: RequestRecord) -> tuple[ApiRequest, str]:
+        """The request after rules, and the model's name for the answer."""
+        record.timeline.enter(types_pb2.STAGE_RULES)
         with span("gateway.rules"):
-            request = self._api.parse(parse_object(body))
-        record.add(types_pb2.STAGE_RULES, stopwatch.elapsed_ms)
-        return request
+            ruled = read_ruled(self._core.rules.current(), scope, body)
+            request = self._api.parse(ruled.payload)
+        return request, ruled.answered_model(request.model)
 
     def _answer(
-        self, request: ApiRequest, record: RequestRecord, groups: list[list[Job]]
+        self, request: ApiRequest, model: str, record: RequestRecord, groups: list[list[Job]]
     ) -> EventStream | WholeAnswer:
         num_choices = sum(map(len, groups))
         if not request.is_stream():
-            return WholeAnswer(self._api, request, record, num_choices)
+            return WholeAnswer(self._api, request, model, record, num_choices)
         return EventStream(
             self._api,
             request,
+            model,
             record,
             num_choices,
             header_wait_s=self._core.config.stream_header_wait_s,

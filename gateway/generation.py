@@ -4,7 +4,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gateway.timeline import Timeline
 from mesh.errors import DeadlineExceeded
+from mesh.telemetry import INVALID_SPAN, Span
 from mesh.v1 import tokenizer_pb2, types_pb2
 
 
@@ -102,20 +104,21 @@ class Delta:
 class JobTrace:
     """What is known about how one choice was served."""
 
-    stages_ms: "dict[types_pb2.Stage.ValueType, float]" = field(default_factory=dict)
+    # Replaced when the choice begins.
+    timeline: Timeline = field(default_factory=Timeline)
+    # Of the attempt under way.
+    attempt_span: Span = INVALID_SPAN
     # Prompt tokens found in a prefix cache by the worker that computed the prompt first.
     num_cached_tokens: int | None = None
     mode: str | None = None
     prefill_worker_id: str = ""
     decode_worker_id: str = ""
     num_attempts: int = 0
-
-    def add(self, stage: "types_pb2.Stage.ValueType", duration_ms: float) -> None:
-        self.stages_ms[stage] = self.stages_ms.get(stage, 0.0) + duration_ms
-
-    def add_all(self, timings: Sequence[types_pb2.StageTiming]) -> None:
-        for timing in timings:
-            self.add(timing.stage, timing.duration_ms)
+    # As the decode worker saw them while it served the choice.
+    mean_batch_size: float = 0.0
+    max_kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    kv_transfer_bytes: int = 0
 
 
 @dataclass
@@ -136,6 +139,11 @@ class Job:
     # Tokens that count: without those behind a stop string.
     num_completion_tokens: int = 0
     trace: JobTrace = field(default_factory=JobTrace)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """How many may still be produced."""
+        return self.sampling_params.max_tokens - len(self.output_token_ids)
 
     def record(self, chunk: Chunk) -> None:
         """Take tokens over from a worker, before anyone else sees them."""

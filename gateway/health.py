@@ -30,6 +30,7 @@ class HealthMonitor:
         self._stalls = StallDetector(stall_s)
         self._problems = ["starting"]
         self._num_workers = {"prefill": 0, "decode": 0}
+        self._state = scheduler_pb2.GetStateResponse()
         self._checked_at = time.monotonic()
         self._is_draining = False
         self._task: asyncio.Task[None] | None = None
@@ -57,6 +58,11 @@ class HealthMonitor:
         if age_s > self._interval_s + _MAX_AGE_S:
             problems.append(f"not checked for {age_s:.0f} s")
         return problems
+
+    @property
+    def state(self) -> scheduler_pb2.GetStateResponse:
+        """What the scheduler said last; empty while it says nothing."""
+        return self._state
 
     def report(self) -> dict[str, Any]:
         """The body of /health."""
@@ -100,7 +106,9 @@ class HealthMonitor:
             state = await self._scheduler.get_state(_CHECK_TIMEOUT_S)
         except MeshError as error:
             self._num_workers = {"prefill": 0, "decode": 0}
+            self._state = scheduler_pb2.GetStateResponse()
             return [f"scheduler: {error.reason}"]
+        self._state = state
         self._num_workers = {
             role: sum(worker.role == role for worker in state.workers)
             for role in ("prefill", "decode")

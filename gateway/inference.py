@@ -45,6 +45,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             request_id_var.get(),
             _operation(request),
             client_request_id=request.request_id[:_MAX_ID_CHARS],
+            recent=self._core.recent,
         )
         record.is_stream = True
         root = start_span("gateway.request", kind=SpanKind.SERVER)
@@ -74,12 +75,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def _prepare(
         self, request: inference_pb2.GenerateRequest, record: RequestRecord, context: Context
     ) -> Job:
+        record.timeline.enter(types_pb2.STAGE_RULES)
         catalog = self._core.catalog
         model = await (catalog.get(request.model) if request.model else catalog.default())
         record.model = model.name
         deadline = Deadline(remaining_s(context, self._core.config.request_timeout_s))
         groups = await self._core.pipeline.prepare(
-            record.request_id, _to_generation(request), model, deadline
+            record.request_id, _to_generation(request), model, deadline, record.timeline
         )
         record.serve(groups)
         return groups[0][0]

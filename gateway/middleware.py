@@ -12,6 +12,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import to_answer
+from gateway.param_rules import PARAM_ACTIONS
+from gateway.rules.engine import ACTIONS_HEADER
 from mesh.telemetry import request_id_var
 
 logger = logging.getLogger(__name__)
@@ -25,8 +27,9 @@ _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class RequestIdMiddleware:
     """Gives each request an id of its own and answers with the client's, if that is sane.
 
-    Clients reuse their ids, so ours alone goes into the mesh. Also the last resort:
-    no failure leaves here without an answer in OpenAI's form.
+    Clients reuse their ids, so ours alone goes into the mesh. Every answer also says what
+    rules did to the request. And this is the last resort: no failure leaves here without
+    an answer in OpenAI's form.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -42,17 +45,20 @@ class RequestIdMiddleware:
         answered_id = given if _SANE_ID.fullmatch(given) else request_id
         has_started = False
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)["x-request-id"] = answered_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = answered_id
+                if actions := scope.get(PARAM_ACTIONS):
+                    headers[ACTIONS_HEADER] = actions
             await send(message)
 
         if answered_id != request_id:
             scope[CLIENT_REQUEST_ID] = answered_id
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, send_with_headers)
         except ClientDisconnect:
             # Nobody is left to answer.
             return
@@ -63,7 +69,7 @@ class RequestIdMiddleware:
                 raise
             answer = to_answer(error)
             response = JSONResponse(answer.body, answer.status, answer.headers)
-            await response(scope, receive, send_with_id)
+            await response(scope, receive, send_with_headers)
 
 
 class DisconnectMiddleware:

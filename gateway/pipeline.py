@@ -16,10 +16,11 @@ from gateway.generation import (
 )
 from gateway.jobs import check_request, make_jobs
 from gateway.placement import Scheduler
+from gateway.timeline import Timeline
 from gateway.token_source import Attempts, Workers
 from gateway.tokenizer import Tokenizer
+from gateway.tracing import attempt_span
 from mesh.errors import InvalidRequest, MeshError
-from mesh.telemetry import Stopwatch
 from mesh.v1 import tokenizer_pb2, types_pb2
 
 
@@ -49,17 +50,18 @@ class Pipeline:
         request: GenerationRequest,
         model: tokenizer_pb2.ModelInfo,
         deadline: Deadline,
+        timeline: Timeline,
     ) -> list[list[Job]]:
         """Validate and encode: for each prompt one job a choice. Asks no worker."""
         check_request(request, model, self._max_choices)
         groups: list[list[Job]] = []
         for index, prompt in enumerate(request.prompts):
-            stopwatch = Stopwatch()
-            token_ids, bad_words = await self._encode(prompt, request, model, deadline)
-            jobs = make_jobs(request_id, request, model, deadline, index, token_ids, bad_words)
-            for job in jobs:
-                job.trace.add(types_pb2.STAGE_TOKENIZE, stopwatch.elapsed_ms)
-            groups.append(jobs)
+            timeline.enter(types_pb2.STAGE_TOKENIZE)
+            token_ids, bad_words = await self._encode(prompt, request, model, deadline, timeline)
+            timeline.enter(types_pb2.STAGE_RULES)
+            groups.append(
+                make_jobs(request_id, request, model, deadline, index, token_ids, bad_words)
+            )
         return groups
 
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
@@ -87,7 +89,10 @@ class Pipeline:
 
     async def _attempt(self, job: Job, attempts: Attempts) -> AsyncGenerator[Chunk, None]:
         """Go on after the tokens that exist, on one placement."""
-        async with self._scheduler.place(job, attempts.excluded_worker_ids) as placement:
+        async with (
+            attempt_span(job),
+            self._scheduler.place(job, attempts.excluded_worker_ids) as placement,
+        ):
             job.trace.mode = placement.mode
             job.trace.decode_worker_id = placement.decode.worker_id
             if placement.prefill is None:
@@ -99,7 +104,7 @@ class Pipeline:
                 return
 
             job.trace.prefill_worker_id = attempts.worker_id = placement.prefill.worker_id
-            async with self._workers.prefill(job, placement.prefill) as first:
+            async with self._workers.prefill(job, placement.prefill, placement.decode) as first:
                 yield first.chunk
                 if first.chunk.finish is not None:
                     return
@@ -116,6 +121,7 @@ class Pipeline:
         request: GenerationRequest,
         model: tokenizer_pb2.ModelInfo,
         deadline: Deadline,
+        timeline: Timeline,
     ) -> tuple[Sequence[int], Sequence[types_pb2.TokenSequence]]:
         if not isinstance(prompt, TokenPrompt):
             try:
@@ -126,10 +132,12 @@ class Pipeline:
                 # The tokenizer does not know what the client calls its prompt.
                 error.param = error.param or request.prompt_param
                 raise
+            timeline.reported(encoded.timings)
             return encoded.token_ids, encoded.bad_words
         if not request.bad_words:
             return prompt.token_ids, ()
         # The prompt is encoded already; only the words are not.
         text = TextPrompt(request.bad_words[0])
         encoded = await self._tokenizer.encode(model.name, text, deadline, request.bad_words)
+        timeline.reported(encoded.timings)
         return prompt.token_ids, encoded.bad_words

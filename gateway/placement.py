@@ -11,7 +11,7 @@ import grpc
 from gateway.generation import Chunk, Job
 from mesh.client import mesh_errors
 from mesh.errors import DeadlineExceeded, WorkerUnavailable
-from mesh.telemetry import Stopwatch
+from mesh.telemetry import use_span
 from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def _timings(job: Job) -> list[types_pb2.StageTiming]:
         return []
     return [
         types_pb2.StageTiming(stage=stage, duration_ms=duration_ms)
-        for stage, duration_ms in job.trace.stages_ms.items()
+        for stage, duration_ms in job.trace.timeline.so_far().items()
     ]
 
 
@@ -117,12 +117,12 @@ class Scheduler:
         self, job: Job, excluded_worker_ids: Collection[str]
     ) -> AsyncIterator[HeldPlacement]:
         """Wait for a placement and hold it; leaving gives it back, however it is left."""
-        stopwatch = Stopwatch()
-        call = self._stub.Place(timeout=job.deadline.remaining_s())
+        job.trace.timeline.enter(types_pb2.STAGE_QUEUE)
+        with use_span(job.trace.attempt_span):
+            call = self._stub.Place(timeout=job.deadline.remaining_s())
         placement: HeldPlacement | None = None
         try:
             placement = await self._ask(call, _admit(job, excluded_worker_ids), job)
-            job.trace.add(types_pb2.STAGE_QUEUE, stopwatch.elapsed_ms)
             yield placement
         finally:
             if placement is not None and placement.is_finished:
@@ -158,6 +158,7 @@ class Scheduler:
             raise DeadlineExceeded(f"no worker became free within {wait_s:.3g} s") from None
         if not isinstance(response, scheduler_pb2.PlaceResponse):
             raise WorkerUnavailable("the scheduler ended the call without a placement")
+        job.trace.timeline.reported(response.placement.timings)
         return HeldPlacement(call, response.placement)
 
 

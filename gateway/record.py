@@ -1,16 +1,20 @@
-"""What is remembered of a request: one log line, its metrics, its usage."""
+"""What is remembered of a request while it runs, and told once it is over."""
 
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from opentelemetry import trace
 from opentelemetry.trace import StatusCode
 from starlette.requests import ClientDisconnect
 
+from gateway.dashboard.recent import RecentRequests
 from gateway.errors import CLIENT_CLOSED_REQUEST, OK, to_answer
-from gateway.generation import Delta, Job
+from gateway.finished import FinishedRequest, stage_name
+from gateway.generation import Delta, Job, JobTrace
 from gateway.openai.api import FINISH_REASONS
+from gateway.timeline import Stage, Timeline
 from mesh import metrics
 from mesh.errors import MeshError
 from mesh.telemetry import Span
@@ -34,34 +38,51 @@ class TokenCounts:
 class RequestRecord:
     """One request from its first byte to its last; finished exactly once."""
 
-    def __init__(self, request_id: str, operation: str, *, client_request_id: str = "") -> None:
+    def __init__(
+        self,
+        request_id: str,
+        operation: str,
+        *,
+        client_request_id: str = "",
+        recent: RecentRequests,
+    ) -> None:
+        self.timeline = Timeline()
         self.request_id = request_id
         self._client_request_id = client_request_id
         self.operation = operation
         # The name a client sent may be anything: it is noted once it is one of ours.
         self.model = ""
         self.is_stream = False
-        self._groups: Sequence[Sequence[Job]] = ()
-        self._stages_ms: dict[types_pb2.Stage.ValueType, float] = {}
+        self._recent = recent
+        self._started_at = time.time()
+        self._jobs: Sequence[Job] = ()
+        # One of each prompt's choices.
+        self._prompts: Sequence[Job] = ()
         self._finish_reasons: dict[int, str] = {}
-        self._started_at = time.perf_counter()
-        self._first_token_at: float | None = None
-        self._last_token_at: float | None = None
+        self._first_token_ms: float | None = None
+        self._last_token_ms: float | None = None
         self._is_finished = False
 
     def serve(self, groups: Sequence[Sequence[Job]]) -> None:
-        """The jobs that answer the request."""
-        self._groups = groups
+        """The jobs that answer the request; their time begins."""
+        self._jobs = [job for group in groups for job in group]
+        self._prompts = [group[0] for group in groups]
+        self.timeline.enter(types_pb2.STAGE_QUEUE)
+        for job in self._jobs:
+            job.trace.timeline = self.timeline.fork(types_pb2.STAGE_QUEUE)
 
-    def add(self, stage: "types_pb2.Stage.ValueType", duration_ms: float) -> None:
-        self._stages_ms[stage] = self._stages_ms.get(stage, 0.0) + duration_ms
+    def begin_error(self) -> None:
+        """An error is about to be written."""
+        if not self._jobs:
+            self.timeline.enter(types_pb2.STAGE_WRITE)
 
     def note(self, index: int, delta: Delta) -> None:
         """A delta has reached the gateway."""
         if delta.token_ids:
-            self._last_token_at = time.perf_counter()
-            if self._first_token_at is None:
-                self._first_token_at = self._last_token_at
+            self._recent.add_tokens(len(delta.token_ids))
+            self._last_token_ms = self.timeline.elapsed_ms
+            if self._first_token_ms is None:
+                self._first_token_ms = self._last_token_ms
         if delta.finish is not None:
             self._finish_reasons[index] = FINISH_REASONS[delta.finish.reason]
 
@@ -69,132 +90,130 @@ class RequestRecord:
         """Usage so far: each prompt counts once, each choice for itself."""
         cached = [
             # A resumption looks up its own output too.
-            min(group[0].trace.num_cached_tokens, len(group[0].prompt_token_ids))
-            for group in self._groups
-            if group[0].trace.num_cached_tokens is not None
+            min(job.trace.num_cached_tokens, len(job.prompt_token_ids))
+            for job in self._prompts
+            if job.trace.num_cached_tokens is not None
         ]
         return TokenCounts(
-            prompt_tokens=sum(len(group[0].prompt_token_ids) for group in self._groups),
-            completion_tokens=sum(job.num_completion_tokens for job in self._jobs()),
+            prompt_tokens=sum(len(job.prompt_token_ids) for job in self._prompts),
+            completion_tokens=sum(job.num_completion_tokens for job in self._jobs),
             cached_tokens=sum(cached) if cached else None,
         )
 
-    def stages(self) -> "dict[types_pb2.Stage.ValueType, float]":
-        """Milliseconds by stage; of the first choice, where there are several."""
-        stages = dict(self._stages_ms)
-        for job in self._jobs()[:1]:
-            for stage, duration_ms in job.trace.stages_ms.items():
+    def stages(self) -> dict[Stage, float]:
+        """Milliseconds by stage, so far or in all; of the choice that takes longest."""
+        stages = self.timeline.so_far()
+        if not self._is_finished and (job := self._latest()) is not None:
+            for stage, duration_ms in job.trace.timeline.so_far().items():
                 stages[stage] = stages.get(stage, 0.0) + duration_ms
         return stages
+
+    def server_timing(self) -> str:
+        """The stages so far as a Server-Timing header."""
+        return ", ".join(
+            f"{stage_name(stage)};dur={duration_ms:.3f}"
+            for stage, duration_ms in self.stages().items()
+        )
 
     def finish(self, error: BaseException | None, span: Span) -> None:
         """Log, count and trace the outcome; the first call counts."""
         if self._is_finished:
             return
+        if (job := self._latest()) is not None:
+            self.timeline.join(job.trace.timeline)
+        self.timeline.enter(types_pb2.STAGE_WRITE)
         self._is_finished = True
-        total_s = time.perf_counter() - self._started_at
-        status, reason = _outcome(error)
-        self._log(total_s, status, reason, error)
-        self._measure(total_s, status, reason)
-        self._describe(span, status, reason)
-
-    def _jobs(self) -> list[Job]:
-        return [job for group in self._groups for job in group]
-
-    def _log(
-        self, total_s: float, status: int, reason: str | None, error: BaseException | None
-    ) -> None:
-        counts, jobs = self.counts(), self._jobs()
-        line: dict[str, object] = {
-            "request_id": self.request_id,
-            "client_request_id": self._client_request_id,
-            "operation": self.operation,
-            "model": self.model,
-            "stream": self.is_stream,
-            "status": status,
-            "prompt_tokens": counts.prompt_tokens,
-            "completion_tokens": counts.completion_tokens,
-            "cached_tokens": counts.cached_tokens,
-            "ttft_ms": _ms(self._ttft_s()),
-            "tpot_ms": _ms(self._tpot_s()),
-            "total_ms": _ms(total_s),
-            "stages_ms": {
-                _stage_name(stage): round(duration_ms, 3)
-                for stage, duration_ms in self.stages().items()
-            },
-            "choices": len(jobs),
-        }
-        if jobs:
-            trace = jobs[0].trace
-            line |= {
-                "mode": trace.mode,
-                "prefill_worker_id": trace.prefill_worker_id,
-                "decode_worker_id": trace.decode_worker_id,
-                "attempts": max(job.trace.num_attempts for job in jobs),
-                "finish_reason": self._finish_reasons.get(0),
-            }
-        if reason is not None:
-            line["error"] = reason
+        finished = self._finished(error, span)
+        extra = finished.log_fields()
         # Only failures of ours are explained: a client's mistake may quote its text.
-        if status >= _REJECTED_BELOW:
-            line["detail"] = str(error)
-        logger.info("request finished", extra=line)
+        if finished.status >= _REJECTED_BELOW:
+            extra["detail"] = str(error)
+        logger.info("request finished", extra=extra)
+        _measure(finished)
+        self._describe(span, finished)
+        self._recent.add(finished)
 
-    def _measure(self, total_s: float, status: int, reason: str | None) -> None:
-        labels = {"gen_ai.request.model": self.model, "gen_ai.operation.name": self.operation}
-        error_label = {"error.type": reason} if reason is not None else {}
-        metrics.REQUEST_DURATION.record(total_s, labels | error_label)
-        metrics.REQUESTS.add(
-            1,
-            {"outcome": _outcome_label(status), "gen_ai.request.model": self.model} | error_label,
+    def _latest(self) -> Job | None:
+        """The choice that came furthest in time: the one that the request waits for."""
+        return max(self._jobs, key=lambda job: job.trace.timeline.mark_ms, default=None)
+
+    def _finished(self, error: BaseException | None, span: Span) -> FinishedRequest:
+        status, reason = _outcome(error)
+        counts, context = self.counts(), span.get_span_context()
+        served = self._jobs[0].trace if self._jobs else JobTrace()
+        return FinishedRequest(
+            request_id=self.request_id,
+            client_request_id=self._client_request_id,
+            trace_id=trace.format_trace_id(context.trace_id) if context.is_valid else "",
+            operation=self.operation,
+            model=self.model,
+            is_stream=self.is_stream,
+            started_at=self._started_at,
+            status=status,
+            error=reason,
+            prompt_tokens=counts.prompt_tokens,
+            completion_tokens=counts.completion_tokens,
+            cached_tokens=counts.cached_tokens,
+            ttft_ms=self._first_token_ms,
+            tpot_ms=self._tpot_ms(),
+            total_ms=self.timeline.mark_ms,
+            stages_ms=self.timeline.stages_ms,
+            segments=tuple(self.timeline.segments),
+            overlap_ms=self.timeline.overlap_ms,
+            num_choices=len(self._jobs),
+            mode=served.mode,
+            prefill_worker_id=served.prefill_worker_id,
+            decode_worker_id=served.decode_worker_id,
+            num_attempts=max((job.trace.num_attempts for job in self._jobs), default=0),
+            finish_reasons=tuple(self._finish_reasons[one] for one in sorted(self._finish_reasons)),
+            mean_batch_size=served.mean_batch_size,
+            max_kv_cache_usage=served.max_kv_cache_usage,
+            num_preemptions=sum(job.trace.num_preemptions for job in self._jobs),
+            kv_transfer_bytes=sum(job.trace.kv_transfer_bytes for job in self._jobs),
         )
-        for stage, duration_ms in self.stages().items():
-            metrics.STAGE_DURATION.record(duration_ms / 1000, {"stage": _stage_name(stage)})
-        if (ttft_s := self._ttft_s()) is not None:
-            metrics.TIME_TO_FIRST_TOKEN.record(ttft_s, labels)
-        if (tpot_s := self._tpot_s()) is not None:
-            metrics.TIME_PER_OUTPUT_TOKEN.record(tpot_s, labels)
-        counts = self.counts()
-        for kind, amount in (
-            ("prompt", counts.prompt_tokens),
-            ("completion", counts.completion_tokens),
-            ("cached", counts.cached_tokens or 0),
-        ):
-            metrics.TOKENS.add(amount, {"type": kind, "gen_ai.request.model": self.model})
 
-    def _describe(self, span: Span, status: int, reason: str | None) -> None:
+    def _tpot_ms(self) -> float | None:
+        """Mean time between the tokens of one choice, after its first."""
+        num_gaps = max((job.num_completion_tokens for job in self._jobs), default=0) - 1
+        if self._first_token_ms is None or self._last_token_ms is None or num_gaps < 1:
+            return None
+        return (self._last_token_ms - self._first_token_ms) / num_gaps
+
+    def _describe(self, span: Span, finished: FinishedRequest) -> None:
         if not span.is_recording():
             return
-        counts = self.counts()
-        span.set_attributes(
-            {
-                "gen_ai.operation.name": self.operation,
-                "gen_ai.request.model": self.model,
-                "gen_ai.request.stream": self.is_stream,
-                "gen_ai.usage.input_tokens": counts.prompt_tokens,
-                "gen_ai.usage.output_tokens": counts.completion_tokens,
-                "gen_ai.usage.cache_read.input_tokens": counts.cached_tokens or 0,
-                "gen_ai.response.finish_reasons": list(self._finish_reasons.values()),
-                "http.response.status_code": status,
-                "pdmesh.request_id": self.request_id,
-            }
-        )
-        if (ttft_s := self._ttft_s()) is not None:
-            span.set_attribute("gen_ai.latency.time_to_first_token", ttft_s)
-        if reason is not None:
-            span.set_attribute("error.type", reason)
-        if status >= _REJECTED_BELOW:
+        span.set_attributes(finished.span_attributes())
+        if self._first_token_ms is not None:
+            ago_ms = finished.total_ms - self._first_token_ms
+            span.add_event("first_token", timestamp=time.time_ns() - int(ago_ms * 1e6))
+        if finished.status >= _REJECTED_BELOW:
             span.set_status(StatusCode.ERROR)
 
-    def _ttft_s(self) -> float | None:
-        return None if self._first_token_at is None else self._first_token_at - self._started_at
 
-    def _tpot_s(self) -> float | None:
-        """Mean time between the tokens of one choice, after its first."""
-        num_gaps = max((job.num_completion_tokens for job in self._jobs()), default=0) - 1
-        if self._first_token_at is None or self._last_token_at is None or num_gaps < 1:
-            return None
-        return (self._last_token_at - self._first_token_at) / num_gaps
+def _measure(finished: FinishedRequest) -> None:
+    model = {"gen_ai.request.model": finished.model}
+    labels = model | {"gen_ai.operation.name": finished.operation}
+    error_label = {"error.type": finished.error} if finished.error is not None else {}
+    metrics.REQUEST_DURATION.record(finished.total_ms / 1000, labels | error_label)
+    outcome = {"outcome": _outcome_label(finished.status)}
+    metrics.REQUESTS.add(1, outcome | model | error_label)
+    for name, duration_ms in finished.named_stages_ms.items():
+        metrics.STAGE_DURATION.record(duration_ms / 1000, {"stage": name})
+    if finished.ttft_ms is not None:
+        metrics.TIME_TO_FIRST_TOKEN.record(finished.ttft_ms / 1000, labels)
+    if finished.tpot_ms is not None:
+        metrics.TIME_PER_OUTPUT_TOKEN.record(finished.tpot_ms / 1000, labels)
+    for reason in finished.finish_reasons:
+        metrics.FINISHED_CHOICES.add(1, {"reason": reason, **model})
+    for kind, amount in (
+        ("prompt", finished.prompt_tokens),
+        ("completion", finished.completion_tokens),
+        ("cached", finished.cached_tokens or 0),
+    ):
+        metrics.TOKENS.add(amount, {"type": kind, **model})
+    if finished.num_choices:
+        metrics.PROMPT_LENGTH.record(finished.prompt_tokens, model)
+        metrics.COMPLETION_LENGTH.record(finished.completion_tokens, model)
 
 
 def _outcome(error: BaseException | None) -> tuple[int, str | None]:
@@ -213,11 +232,3 @@ def _outcome_label(status: int) -> str:
     if status == CLIENT_CLOSED_REQUEST:
         return "aborted"
     return "rejected" if status < _REJECTED_BELOW else "error"
-
-
-def _stage_name(stage: "types_pb2.Stage.ValueType") -> str:
-    return types_pb2.Stage.Name(stage).removeprefix("STAGE_").lower()
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 3)

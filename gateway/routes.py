@@ -4,8 +4,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.body import parse_object, read_body
+from gateway.body import read_body
 from gateway.core import Core
+from gateway.dashboard.routes import dashboard_routes
 from gateway.errors import OK, UNHEALTHY, envelope
 from gateway.generate_endpoint import GenerateEndpoint
 from gateway.generation import Deadline
@@ -13,6 +14,7 @@ from gateway.openai.chat import CHAT_API
 from gateway.openai.completions import COMPLETIONS_API
 from gateway.openai.models import model_list, model_object
 from gateway.openai.tokenize import parse_detokenize, parse_tokenize, tokenize_answer
+from gateway.param_rules import read_ruled
 from mesh import metrics
 from mesh.errors import InvalidRequest
 from mesh.v1 import tokenizer_pb2
@@ -32,6 +34,7 @@ def build_routes(core: Core) -> list[Route]:
         Route("/live", plain.live, methods=["GET"]),
         Route("/health", plain.health, methods=["GET"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
+        *dashboard_routes(core),
     ]
 
 
@@ -88,7 +91,7 @@ class _PlainRoutes:
 
     async def _read_object(self, request: Request) -> dict[str, object]:
         body = await read_body(request.headers, request.receive, self._core.config.max_body_bytes)
-        return parse_object(body)
+        return read_ruled(self._core.rules.current(), request.scope, body).payload
 
     async def _model(self, name: str | None) -> tokenizer_pb2.ModelInfo:
         if name is None:

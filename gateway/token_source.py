@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from mesh.errors import (
     WorkerUnavailable,
 )
 from mesh.interceptors import INTERNAL_MESSAGE
+from mesh.telemetry import use_span
 from mesh.v1 import (
     decode_pb2,
     decode_pb2_grpc,
@@ -33,6 +34,8 @@ from mesh.v1 import (
 logger = logging.getLogger(__name__)
 
 Response = TypeVar("Response")
+PrefillCall = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
+DecodeCall = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
 
 _RELEASE_TIMEOUT_S = 5.0
 # How long a resumed choice waits before it asks a full mesh again.
@@ -48,6 +51,8 @@ class FirstToken:
     kv_handle: types_pb2.KvHandle | None
     # A decode worker has pulled the blocks and given them back.
     is_taken: bool = False
+    # It has been doing so since the prompt's first chunk was computed.
+    decode_call: "DecodeCall | None" = None
 
 
 class Workers:
@@ -62,16 +67,34 @@ class Workers:
         self._releases: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def prefill(self, job: Job, worker: scheduler_pb2.WorkerRef) -> AsyncIterator[FirstToken]:
-        """Compute the prompt; its KV is held until a decode worker has taken it over.
+    async def prefill(
+        self,
+        job: Job,
+        worker: scheduler_pb2.WorkerRef,
+        successor: scheduler_pb2.WorkerRef,
+    ) -> AsyncIterator[FirstToken]:
+        """Compute the prompt; its KV is held until `successor` has taken it over.
 
-        Leaving before that, by an exception or by closing, gives the KV back.
+        A long prompt's KV is taken over while it is computed. Should that fail, `decode` says
+        so: the first token does not depend on it. Leaving, by an exception or by closing, ends
+        both calls and gives the KV back.
         """
-        first = _first_token(await self._run_prefill(job, worker))
+        decode_call: DecodeCall | None = None
+
+        def decode_ahead(handle: types_pb2.KvHandle) -> None:
+            nonlocal decode_call
+            if job.num_tokens_left > 1:
+                decode_call = self._call_decode(job, successor, handle, awaits_first_token=True)
+
+        first: FirstToken | None = None
         try:
+            first = _first_token(await self._run_prefill(job, worker, decode_ahead))
+            first.decode_call = decode_call
             yield first
         finally:
-            if first.kv_handle is not None and not first.is_taken:
+            if decode_call is not None:
+                decode_call.cancel()
+            if first is not None and first.kv_handle is not None and not first.is_taken:
                 self._release(job, worker.address)
 
     async def decode(
@@ -81,19 +104,10 @@ class Workers:
         first: FirstToken | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Tokens until the sequence ends; the last chunk says why. Closing it aborts."""
-        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
-        call = stub.Decode(
-            decode_pb2.DecodeRequest(
-                request_id=job.request_id,
-                model=job.model,
-                prompt_token_ids=job.prompt_token_ids,
-                output_token_ids=job.output_token_ids,
-                sampling_params=job.sampling_params,
-                kv_handle=None if first is None else first.kv_handle,
-                cache_salt=job.request.cache_salt,
-            ),
-            timeout=job.deadline.remaining_s(),
-        )
+        call = None if first is None else first.decode_call
+        if call is None:
+            call = self._call_decode(job, worker, None if first is None else first.kv_handle)
+        job.trace.timeline.begin_stream()
         try:
             async with aclosing(self._chunks(call, job, worker)) as chunks:
                 async for chunk in chunks:
@@ -101,27 +115,46 @@ class Workers:
                         first.is_taken = True
                     yield chunk
         finally:
+            job.trace.timeline.end_stream()
             call.cancel()
 
     async def close(self) -> None:
         """Wait for KV that is being given back."""
         await asyncio.gather(*self._releases)
 
+    def _call_decode(
+        self,
+        job: Job,
+        worker: scheduler_pb2.WorkerRef,
+        kv_handle: types_pb2.KvHandle | None,
+        *,
+        awaits_first_token: bool = False,
+    ) -> DecodeCall:
+        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
+        with use_span(job.trace.attempt_span):
+            return stub.Decode(
+                decode_pb2.DecodeRequest(
+                    request_id=job.request_id,
+                    model=job.model,
+                    prompt_token_ids=job.prompt_token_ids,
+                    output_token_ids=job.output_token_ids,
+                    sampling_params=job.sampling_params,
+                    kv_handle=kv_handle,
+                    cache_salt=job.request.cache_salt,
+                    awaits_first_token=awaits_first_token,
+                ),
+                timeout=job.deadline.remaining_s(),
+            )
+
     async def _run_prefill(
-        self, job: Job, worker: scheduler_pb2.WorkerRef
+        self,
+        job: Job,
+        worker: scheduler_pb2.WorkerRef,
+        on_handle: Callable[[types_pb2.KvHandle], None],
     ) -> prefill_pb2.PrefillFinished:
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
-        call = stub.Prefill(
-            prefill_pb2.PrefillRequest(
-                request_id=job.request_id,
-                model=job.model,
-                prompt_token_ids=job.prompt_token_ids,
-                output_token_ids=job.output_token_ids,
-                sampling_params=job.sampling_params,
-                cache_salt=job.request.cache_salt,
-            ),
-            timeout=job.deadline.remaining_s(),
-        )
+        """The prompt's first token; `on_handle` is called if its KV can be read before that."""
+        job.trace.timeline.enter(types_pb2.STAGE_PREFILL_WAIT)
+        call = self._call_prefill(job, worker)
         finished: prefill_pb2.PrefillFinished | None = None
         timeout_s = self._start_timeout_s
         try:
@@ -130,6 +163,8 @@ class Workers:
                 timeout_s = self._stall_timeout_s
                 if response.HasField("finished"):
                     finished = response.finished
+                elif response.progress.HasField("kv_handle"):
+                    on_handle(response.progress.kv_handle)
         except BaseException as error:
             call.cancel()
             # A call that the worker itself ended holds nothing.
@@ -138,14 +173,28 @@ class Workers:
             raise
         if finished is None or len(finished.first_token.token_ids) != 1:
             raise WorkerUnavailable(f"{worker.worker_id} ended the prefill without a token")
-        job.trace.add_all(finished.timings)
-        if job.trace.num_cached_tokens is None:
-            job.trace.num_cached_tokens = finished.num_cached_tokens
+        job.trace.timeline.reported(finished.timings)
+        _note_cached(job, finished.num_cached_tokens)
         return finished
+
+    def _call_prefill(self, job: Job, worker: scheduler_pb2.WorkerRef) -> PrefillCall:
+        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
+        with use_span(job.trace.attempt_span):
+            return stub.Prefill(
+                prefill_pb2.PrefillRequest(
+                    request_id=job.request_id,
+                    model=job.model,
+                    prompt_token_ids=job.prompt_token_ids,
+                    output_token_ids=job.output_token_ids,
+                    sampling_params=job.sampling_params,
+                    cache_salt=job.request.cache_salt,
+                ),
+                timeout=job.deadline.remaining_s(),
+            )
 
     async def _chunks(
         self,
-        call: "grpc.aio.UnaryStreamCall[Any, decode_pb2.DecodeResponse]",
+        call: DecodeCall,
         job: Job,
         worker: scheduler_pb2.WorkerRef,
     ) -> AsyncGenerator[Chunk, None]:
@@ -159,6 +208,9 @@ class Workers:
         try:
             while (response := await _read(call, timeout_s, worker)) is not None:
                 timeout_s = self._stall_timeout_s
+                job.trace.timeline.received(response.timings)
+                if response.HasField("num_cached_tokens"):
+                    _note_cached(job, response.num_cached_tokens)
                 if held is not None and response.HasField("tokens"):
                     yield held
                     held = None
@@ -290,9 +342,19 @@ def _finish(finished: prefill_pb2.PrefillFinished | decode_pb2.DecodeFinished) -
 
 
 def _note(job: Job, finished: decode_pb2.DecodeFinished) -> None:
-    job.trace.add_all(finished.timings)
+    trace = job.trace
+    trace.timeline.end_stream(finished.timings)
+    trace.mean_batch_size = finished.mean_batch_size
+    trace.max_kv_cache_usage = finished.max_kv_cache_usage
+    trace.num_preemptions += finished.num_preemptions
+    trace.kv_transfer_bytes += finished.kv_transfer_bytes
+    _note_cached(job, finished.num_cached_tokens)
+
+
+def _note_cached(job: Job, num_tokens: int) -> None:
+    """The first worker's word counts: a resumption finds what came before it."""
     if job.trace.num_cached_tokens is None:
-        job.trace.num_cached_tokens = finished.num_cached_tokens
+        job.trace.num_cached_tokens = num_tokens
 
 
 def _is_transport_failure(error: MeshError) -> bool:

@@ -1,7 +1,8 @@
 """Pulls: blocks from one engine to another, checked, timed and counted."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from kv_transfer_svc.peers import Peers
 from kv_transfer_svc.runs import BlockRun, to_runs
 from kv_transfer_svc.segments import Segment, SegmentTable
+from kv_transfer_svc.tiers.cold_tiers import ColdTiers, Loaded
 from kv_transfer_svc.transports.base import Transport
 from kv_transfer_svc.transports.block_server import BlockServer
 from kv_transfer_svc.transports.tcp import TcpTransport
@@ -47,6 +49,17 @@ class Moved:
         return self.num_bytes / self.copy_s / 1e9 if self.copy_s > 0 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Full blocks of an engine, and what they contain for as long as they have a generation."""
+
+    engine_id: str
+    model: str
+    keys: Sequence[bytes]
+    block_ids: Sequence[int]
+    generations: Sequence[int]
+
+
 @dataclass(slots=True)
 class TransferStats:
     """Counted since the start; `num_active_pulls` is of now."""
@@ -70,35 +83,63 @@ class TransferAgent:
     """Owns the segments of this machine's engines and moves blocks into them."""
 
     def __init__(
-        self, segments: SegmentTable, transport: Transport, network: Network | None = None
+        self,
+        segments: SegmentTable,
+        transport: Transport,
+        network: Network | None = None,
+        tiers: ColdTiers | None = None,
     ) -> None:
         self.segments = segments
         self.stats = TransferStats()
         self.draining = asyncio.Event()
         self._transport = transport
         self.network = network
+        self.tiers = tiers
         self._idle = asyncio.Event()
         self._idle.set()
 
     async def drain(self) -> None:
-        """Let the pulls in flight finish, then let go of the segments."""
+        """Let the copies in flight finish, then let go of the segments."""
         await self._idle.wait()
         self.draining.set()
+        if self.tiers is not None:
+            await self.tiers.flush()
 
     async def pull(self, pull: Pull) -> Moved:
         """Copy the blocks; returns, or raises, when no byte is being written any more."""
-        # Counted before the first check, since callers ask for it to learn whether a pull that
-        # they gave up could still write.
+        with self._copying():
+            moved = await self._pull(pull)
+        self._count(moved)
+        return moved
+
+    async def store(self, stored: Store) -> int:
+        """Copy blocks into the colder tiers; returns how many were new and intact."""
+        if self.tiers is None:
+            return 0
+        with self.segments.in_use(stored.engine_id) as (segment,):
+            return await self.tiers.store(
+                segment, stored.model, stored.keys, stored.block_ids, stored.generations
+            )
+
+    async def load(self, engine_id: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> Loaded:
+        """Fill blocks from the colder tiers, as many of the leading ones as they have."""
+        if self.tiers is None:
+            return Loaded()
+        with self._copying(), self.segments.in_use(engine_id) as (segment,):
+            return await self.tiers.load(segment, keys, block_ids)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Counted before the first check: callers ask for it to learn whether a call that they
+        gave up could still write."""
         self.stats.num_active_pulls += 1
         self._idle.clear()
         try:
-            moved = await self._pull(pull)
+            yield
         finally:
             self.stats.num_active_pulls -= 1
             if self.stats.num_active_pulls == 0:
                 self._idle.set()
-        self._count(moved)
-        return moved
 
     async def _pull(self, pull: Pull) -> Moved:
         if pull.source_engine_id == pull.destination_engine_id:

@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 from pydantic import Field, model_validator
 
 from kv_transfer_svc.tls import TlsFiles
-from mesh.config import ServiceConfig
+from mesh.config import Address, ServiceConfig
 
 
 class KvTransferConfig(ServiceConfig):
@@ -28,6 +28,16 @@ class KvTransferConfig(ServiceConfig):
     )
     stall_timeout_s: float = Field(
         5.0, gt=0, description="a transfer between machines fails after so long without a byte"
+    )
+    host_memory_bytes: int = Field(
+        256 << 20, ge=0, description="host memory for copies of KV blocks; 0 is no such tier"
+    )
+    disk_path: Path | None = Field(
+        None, description="folder for KV blocks that outlive the process; without it none do"
+    )
+    disk_bytes: int = Field(2 << 30, ge=1, description="what disk_path may grow to")
+    advertise_address: Address | None = Field(
+        None, description="address under which workers know this agent; by default its own"
     )
     tls_certificate: Path | None = Field(
         None, description="PEM certificate shown to other agents; all three files or none"

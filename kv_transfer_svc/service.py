@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from kv_transfer_svc.agent import Pull, TransferAgent
+from kv_transfer_svc.agent import Pull, Store, TransferAgent
 from kv_transfer_svc.segments import SegmentSpec
 from mesh.errors import KvTransferFailed, WorkerUnavailable
 from mesh.telemetry import span
@@ -36,7 +36,8 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         with self._agent.segments.attached(spec):
             logger.info("segment attached", extra=extra)
             try:
-                yield kv_transfer_pb2.AttachSegmentResponse()
+                has_tiers = self._agent.tiers is not None
+                yield kv_transfer_pb2.AttachSegmentResponse(has_tiers=has_tiers)
                 # The engine keeps the call open: its hanging up cancels this wait.
                 await self._agent.draining.wait()
                 raise WorkerUnavailable("the transfer agent is draining")
@@ -75,6 +76,39 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             ],
         )
 
+    async def StoreBlocks(
+        self,
+        request: kv_transfer_pb2.StoreBlocksRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> kv_transfer_pb2.StoreBlocksResponse:
+        stored = Store(
+            request.engine_id,
+            request.model,
+            list(request.keys),
+            list(request.block_ids),
+            list(request.generations),
+        )
+        return kv_transfer_pb2.StoreBlocksResponse(num_stored=await self._agent.store(stored))
+
+    async def LoadBlocks(
+        self,
+        request: kv_transfer_pb2.LoadBlocksRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> kv_transfer_pb2.LoadBlocksResponse:
+        with span("kv.load", {"pdmesh.kv.num_blocks": len(request.keys)}) as current:
+            loaded = await self._agent.load(
+                request.engine_id, list(request.keys), list(request.block_ids)
+            )
+            current.set_attributes(
+                {
+                    "pdmesh.kv.num_loaded_blocks": loaded.num_blocks,
+                    "pdmesh.kv.num_disk_blocks": loaded.num_disk_blocks,
+                }
+            )
+        return kv_transfer_pb2.LoadBlocksResponse(
+            num_blocks=loaded.num_blocks, num_disk_blocks=loaded.num_disk_blocks
+        )
+
     async def Locate(
         self,
         request: kv_transfer_pb2.LocateRequest,
@@ -99,11 +133,17 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         request: kv_transfer_pb2.GetStatsRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> kv_transfer_pb2.GetStatsResponse:
-        stats = self._agent.stats
-        return kv_transfer_pb2.GetStatsResponse(
+        stats, tiers = self._agent.stats, self._agent.tiers
+        response = kv_transfer_pb2.GetStatsResponse(
             num_segments=len(self._agent.segments),
             num_active_pulls=stats.num_active_pulls,
             num_pulls=stats.num_pulls,
             payload_bytes=stats.num_bytes,
             copy_seconds=stats.copy_s,
         )
+        if tiers is not None:
+            response.num_host_blocks = len(tiers.host)
+            response.num_disk_blocks = len(tiers.disk) if tiers.disk is not None else 0
+            response.num_host_hits = tiers.stats.num_host_hits
+            response.num_disk_hits = tiers.stats.num_disk_hits
+        return response

@@ -26,6 +26,8 @@ Tier = Literal["device", "host", "disk"]
 # Warmest first.
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
+_MACHINE = "machine:"
+
 Item = TypeVar("Item")
 
 
@@ -48,6 +50,18 @@ class PrefixHit:
         device = min(self.device_blocks, num_blocks)
         host = min(self.host_blocks, num_blocks - device)
         return PrefixHit(device, host, min(self.disk_blocks, num_blocks - device - host))
+
+    def extended(self, colder: "PrefixHit") -> "PrefixHit":
+        """This, and what lies behind it in a colder store that begins with the same blocks."""
+        num_more = colder.num_blocks - self.num_blocks
+        if num_more <= 0:
+            return self
+        num_on_disk = min(num_more, colder.disk_blocks)
+        return PrefixHit(
+            self.device_blocks,
+            self.host_blocks + num_more - num_on_disk,
+            self.disk_blocks + num_on_disk,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +237,20 @@ class BlockIndex:
 
 def shelf_name(worker_id: str, incarnation: str, tier: Tier) -> str:
     return f"{worker_id}@{incarnation}#{tier}"
+
+
+def machine_holder_id(transfer_address: str) -> str:
+    """The worker id under which a machine's agent publishes its host and disk tiers.
+
+    All workers with this transfer address can reach them.
+    """
+    return f"{_MACHINE}{transfer_address}"
+
+
+def machine_of(holder: str) -> str | None:
+    """The transfer address of a holder that is a machine; None for a worker."""
+    worker_id, _, _ = holder.rpartition("@")
+    return worker_id.removeprefix(_MACHINE) if worker_id.startswith(_MACHINE) else None
 
 
 def split_shelf(shelf: str) -> tuple[str, str]:

@@ -30,6 +30,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from mesh.redis_urls import parse_several
+
 ENV_PREFIX = "PDMESH_"
 SERVICES = ("gateway", "tokenizer", "scheduler", "prefill", "decode", "kv_transfer")
 
@@ -58,8 +60,11 @@ def _check_address(value: str) -> str:
 
 
 def _check_redis_url(value: str) -> str:
-    if urlsplit(value).scheme not in ("redis", "rediss", "unix"):
-        raise ValueError("should begin with redis://, rediss:// or unix://")
+    """One server, or several by `redis+sentinel://` and `redis+cluster://`."""
+    if parse_several(value) is None and urlsplit(value).scheme not in ("redis", "rediss", "unix"):
+        raise ValueError(
+            "should begin with redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
+        )
     return value
 
 

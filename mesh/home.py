@@ -69,6 +69,11 @@ class Home:
         return self.run / "topology.yaml"
 
     @property
+    def kv(self) -> Path:
+        """KV blocks that outlive the mesh."""
+        return self.path / "kv"
+
+    @property
     def segment_prefix(self) -> str:
         """Begins the name of every shared-memory file of this home, and of no other."""
         digest = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:12]

@@ -36,6 +36,8 @@ class LaunchOptions:
     port: int = 8000
     num_prefill: int = 1
     num_decode: int = 1
+    # The gateway's parameter rules.
+    rules_path: Path | None = None
     redis_url: str | None = None
     otlp_endpoint: str | None = None
     log_level: str = "INFO"
@@ -123,8 +125,10 @@ def _topology(
         "scheduler": {},
         "prefill": dict(worker),
         "decode": dict(worker),
-        "kv_transfer": {},
+        "kv_transfer": {"disk_path": str(home.kv)},
     }
+    if options.rules_path is not None:
+        sections["gateway"]["rules_path"] = str(options.rules_path.absolute())
     unknown = sorted(set(options.settings) - set(sections))
     if unknown:
         raise ValueError(f"no service is called {unknown[0]!r}; there are {', '.join(sections)}")

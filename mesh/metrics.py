@@ -108,6 +108,11 @@ class Values:
     def pick(self, value: str) -> str:
         return value if value in self._names else OTHER
 
+    @property
+    def names(self) -> frozenset[str]:
+        """All but "other"."""
+        return frozenset(self._names)
+
     def only(self) -> str | None:
         """The value, where there is one."""
         return next(iter(self._names)) if len(self._names) == 1 else None
@@ -499,6 +504,37 @@ KV_TRANSFER_DURATION = Histogram(
     "Time of one copy of blocks",
     _SECONDS,
     _TRANSPORT,
+    service="kv_transfer",
+)
+_TIERS = {"tier": Values("host", "disk")}
+KV_TIER_BLOCKS = Gauge(
+    "pdmesh.kv_tier.blocks", "{block}", "Blocks in a colder tier", _TIERS, service="kv_transfer"
+)
+KV_TIER_STORED = Counter(
+    "pdmesh.kv_tier.stored",
+    "{block}",
+    "Blocks copied into a colder tier",
+    _TIERS,
+    service="kv_transfer",
+)
+KV_TIER_HITS = Counter(
+    "pdmesh.kv_tier.hits",
+    "{block}",
+    "Blocks that came back from a colder tier",
+    _TIERS,
+    service="kv_transfer",
+)
+KV_TIER_SKIPPED = Counter(
+    "pdmesh.kv_tier.skipped",
+    "{block}",
+    "Blocks that a colder tier could not take",
+    _TIERS,
+    service="kv_transfer",
+)
+KV_TIER_DAMAGED = Counter(
+    "pdmesh.kv_tier.damaged",
+    "{file}",
+    "Files of the disk tier that were found damaged, and deleted",
     service="kv_transfer",
 )
 NUM_SEGMENTS = Gauge(

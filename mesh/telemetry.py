@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 Span = trace.Span
 SpanKind = trace.SpanKind
+INVALID_SPAN = trace.INVALID_SPAN
 Attributes = Mapping[str, AttributeValue]
 
 request_id_var: ContextVar[str] = ContextVar("request_id", default="")

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
+from mesh import metrics
 from mesh.errors import KvLeaseExpired
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class LeaseTable:
                 heapq.heappush(self._heap, (expires_at, handle_id))
                 continue
             self._end(handle_id)
+            metrics.LEASE_EXPIRIES.add(1)
             logger.warning("a lease expired", extra={"handle_id": handle_id})
 
     async def wait_until_empty(self) -> None:

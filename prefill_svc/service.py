@@ -252,10 +252,10 @@ def prefill_service(config: PrefillConfig) -> Service:
             layout_fingerprint=worker.loaded.layout_fingerprint,
         )
         handovers = Handovers()
-        on_end = lease_end(worker.engine, handovers)
+        on_end = lease_end(worker.requests, handovers)
         async with LeaseTable(on_end, lease_s=config.lease_s) as leases:
             servicer = PrefillServicer(
-                config.model, worker.engine, worker.streams, leases, handovers, holder
+                config.model, worker.requests, worker.streams, leases, handovers, holder
             )
             worker.server.add(
                 prefill_pb2_grpc.add_PrefillServiceServicer_to_server,

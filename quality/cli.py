@@ -13,7 +13,7 @@ from engine.config import ModelError
 from mesh import model_store
 from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
 from quality.gate import GateResult, limits_for, run_gate
-from quality.settings import SettingsError, describe, engine_config
+from quality.settings import SettingsError, engine_config, settled
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -29,7 +29,10 @@ def gate(
     ] = None,
     reference_settings: Annotated[
         list[str] | None,
-        typer.Option("--reference-set", help="One of the reference; its dtype is float32."),
+        typer.Option(
+            "--reference-set",
+            help="One of the reference: float32 by torch, or with --lossless the candidate.",
+        ),
     ] = None,
     reference_model: Annotated[
         Path | None, typer.Option(help="A folder, where the candidate has other weights.")
@@ -56,11 +59,11 @@ def gate(
         folder = _folder(home_at(home).path, model)
         candidate = engine_config(folder, settings or [])
         reference = engine_config(
-            reference_model or folder, ["dtype=float32", *(reference_settings or [])]
+            reference_model or folder, _reference(settings, reference_settings, lossless=lossless)
         )
         limits = None
         if not lossless:
-            limits = limits_for(describe(candidate))
+            limits = limits_for(settled(candidate))
             given = {
                 "max_perplexity_increase": max_perplexity_increase,
                 "max_mean_kl": max_kl,
@@ -80,6 +83,17 @@ def gate(
         _print(result)
     if not result.passed:
         raise typer.Exit(1)
+
+
+def _reference(
+    candidate: list[str] | None, reference: list[str] | None, *, lossless: bool
+) -> list[str]:
+    if not lossless:
+        # The plainest code there is, in the precision that the weights were made in.
+        return ["dtype=float32", "backend=torch", *(reference or [])]
+    if not reference:
+        raise SettingsError("--lossless compares with something else: name it by --reference-set")
+    return [*(candidate or []), *reference]
 
 
 def _folder(home: Path, model: str) -> Path:

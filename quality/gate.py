@@ -15,6 +15,7 @@ import torch
 
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine, build_engine
+from engine.models.registry import Choice
 from engine.sampling import SamplingParams
 from mesh import model_store
 from mesh.bench.machine import describe_machine
@@ -118,10 +119,10 @@ class GateResult:
         }
 
 
-def limits_for(settings: Mapping[str, Any]) -> Limits:
+def limits_for(candidate: Choice) -> Limits:
     """What each format may lose; a quantized KV cache may lose half a percent more."""
-    increase = 0.015 if settings.get("quantization") == "int8" else 0.01
-    if settings.get("kv_cache_dtype") in ("int8", "fp8"):
+    increase = 0.015 if candidate.weights == "int8" else 0.01
+    if candidate.kv_dtype in ("int8", "fp8"):
         increase += 0.005
     return Limits(increase, max_mean_kl=0.01, min_top1_agreement=0.95)
 
@@ -133,8 +134,12 @@ def run_gate(
     *,
     limits: Limits | None,
     texts: Mapping[str, str] | None = None,
+    prompts: Sequence[str] = VARIED_PROMPTS,
 ) -> GateResult:
-    """Ask, compare and judge. No `limits` means that the change is lossless."""
+    """Ask, compare and judge. No `limits` means that the change is lossless.
+
+    Texts or prompts of one's own are for tests: verdicts on them compare with no others.
+    """
     texts = read_texts() if texts is None else texts
     text = _Text(candidate.model_path)
     with closing(text), _engine(candidate) as tested, _engine(reference) as trusted:
@@ -145,7 +150,7 @@ def run_gate(
             window = _window(candidate, reference)
             quality = compare_on_texts(_runner(trusted), _runner(tested), token_ids, window)
         else:
-            identity = _compare_tokens(trusted, tested, text)
+            identity = _compare_tokens(trusted, tested, text, prompts)
         questions = _ask(tested, text)
     return GateResult(
         model=name,
@@ -157,7 +162,7 @@ def run_gate(
         quality=quality,
         limits=limits,
         texts_sha256=hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest(),
-        failures=tuple(_failures(questions, identity, quality, limits)),
+        failures=tuple(failures(questions, identity, quality, limits)),
     )
 
 
@@ -243,10 +248,12 @@ def _ask(engine: Engine, text: _Text) -> tuple[Answer, ...]:
     )
 
 
-def _compare_tokens(trusted: Engine, tested: Engine, text: _Text) -> Identity:
-    prompts = {f"prompt {index}": text.encode(each) for index, each in enumerate(VARIED_PROMPTS)}
+def _compare_tokens(
+    trusted: Engine, tested: Engine, text: _Text, prompts: Sequence[str]
+) -> Identity:
+    encoded = {f"prompt {index}": text.encode(each) for index, each in enumerate(prompts)}
     longest = min(engine.max_model_len for engine in (trusted, tested)) - _IDENTITY_TOKENS
-    fitting = {name: token_ids for name, token_ids in prompts.items() if len(token_ids) <= longest}
+    fitting = {name: token_ids for name, token_ids in encoded.items() if len(token_ids) <= longest}
     differences: list[str] = []
     num_tokens = 0
     for sampling, params in _IDENTITY_PARAMS.items():
@@ -267,12 +274,13 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     )
 
 
-def _failures(
+def failures(
     questions: Sequence[Answer],
     identity: Identity | None,
     quality: Mapping[str, TextQuality] | None,
     limits: Limits | None,
 ) -> Iterator[str]:
+    """Why a candidate does not pass; nothing if it does. A NaN never passes."""
     for answer in questions:
         if not answer.is_right:
             yield f"{answer.prompt!r}: {answer.answer!r} lacks {answer.expected!r}"

@@ -48,6 +48,6 @@ VARIED_PROMPTS = [
     "Q: What is 12 times 12?\nA:",
     _PARAGRAPH * 2,
     "Summary:\n" + _PARAGRAPH * 10,
-    _PARAGRAPH * 53,
+    _PARAGRAPH * 58,
 ]
 """Twenty: English, code, Chinese, emoji, one token, about 3,000 tokens."""

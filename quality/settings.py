@@ -8,10 +8,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
+from engine.models.registry import Choice, choose
 
 # What does not change any number, or is a place.
-_NOT_SETTINGS = frozenset({"model_path", "segment_path"})
+_NOT_SETTINGS = frozenset({"model_path", "segment_path", "packed_weights_dir"})
 
 
 class SettingsError(Exception):
@@ -42,10 +43,17 @@ def engine_config(model_path: Path, assignments: Sequence[str]) -> EngineConfig:
         raise SettingsError(f"{first['loc'][0]}: {first['msg']}") from None
 
 
+def settled(config: EngineConfig) -> Choice:
+    """What the settings that say "auto" come to for this model on this machine."""
+    model = ModelConfig.from_folder(config.model_path)
+    return choose(config, model, config.max_model_len or model.max_position_embeddings)
+
+
 def describe(config: EngineConfig) -> Mapping[str, Any]:
-    """Every setting that can change what is computed, as JSON."""
-    return {
+    """Every setting that can change what is computed, and what it came to, as JSON."""
+    settings = {
         field.name: getattr(config, field.name)
         for field in fields(config)
         if field.name not in _NOT_SETTINGS
     }
+    return {**settings, "settled": vars(settled(config))}

@@ -10,12 +10,12 @@ from redis.exceptions import RedisError
 
 from mesh.registry import RegisteredWorker
 from scheduler_svc.peers import Charges
-from scheduler_svc.workers import ActiveLoad, Role, WorkerView
+from scheduler_svc.prefix_lookup import BlockLayout
+from scheduler_svc.workers import IDLE, ActiveLoad, Role, WorkerView
 
 logger = logging.getLogger(__name__)
 
 _ROLES = frozenset(role.value for role in Role)
-_IDLE = ActiveLoad()
 
 
 class WorkerSource(Protocol):
@@ -56,6 +56,7 @@ class Cluster:
         # By worker id: a new incarnation replaces the one before.
         self._workers: dict[str, RegisteredWorker] = {}
         self._views: list[WorkerView] = []
+        self._layouts: dict[str, frozenset[BlockLayout]] = {}
         self._answered_at = clock()
         self._is_out = False
         self._recovering_until: float | None = None
@@ -74,13 +75,17 @@ class Cluster:
         """The same workers as placement sees them, without charges."""
         return self._views
 
+    def layouts(self, model: str) -> frozenset[BlockLayout]:
+        """The block layouts of the workers that serve a model."""
+        return self._layouts.get(model, frozenset())
+
     def has_served(self, model: str) -> bool:
         """Whether a worker with the model was ever seen: it may come back."""
         return model in self._models_seen
 
     def charged_by_others(self, holder_id: str) -> ActiveLoad:
         """What other schedulers have charged to a worker, as of the last refresh."""
-        return self._others.get(holder_id, _IDLE)
+        return self._others.get(holder_id, IDLE)
 
     def share_charges(self, own: Callable[[], Charges], exchange: Exchange) -> None:
         """Tell other schedulers what `own` returns with every refresh, and hear of theirs."""
@@ -150,6 +155,11 @@ class Cluster:
         self._models_seen.update(worker.record.model for worker in current.values())
         self._workers = current
         self._views = [_view(worker) for worker in current.values()]
+        layouts: dict[str, set[BlockLayout]] = {}
+        for view in self._views:
+            layout = BlockLayout(view.layout_fingerprint, view.block_size)
+            layouts.setdefault(view.model, set()).add(layout)
+        self._layouts = {model: frozenset(found) for model, found in layouts.items()}
 
 
 def _holders(workers: dict[str, RegisteredWorker]) -> set[str]:
@@ -168,6 +178,7 @@ def _view(worker: RegisteredWorker) -> WorkerView:
         block_size=record.block_size,
         num_blocks=record.num_blocks,
         max_model_len=record.max_model_len,
+        transfer_address=record.transfer_address,
         reported=ActiveLoad(
             num_requests=load.num_running + load.num_waiting,
             prefill_tokens=load.num_waiting_tokens,

@@ -98,11 +98,12 @@ class FairQueue(Generic[QueuedT]):
     def _first(
         self, tenant: "_Tenant[QueuedT]", now: float, is_eligible: Callable[[QueuedT], bool]
     ) -> QueuedT | None:
-        eligible = [queued for queued in tenant.queued if is_eligible(queued)]
-        if not eligible:
-            return None
-        oldest = min(eligible, key=lambda queued: queued.arrival)
-        return oldest if now - oldest.entered_at >= self._max_overtaken_s else eligible[0]
+        first = next(filter(is_eligible, tenant.queued), None)
+        if first is None or first.priority == tenant.queued[-1].priority:
+            # No priorities to overtake by: the first is the oldest too.
+            return first
+        oldest = min(filter(is_eligible, tenant.queued), key=lambda queued: queued.arrival)
+        return oldest if now - oldest.entered_at >= self._max_overtaken_s else first
 
 
 class _Tenant(Generic[QueuedT]):

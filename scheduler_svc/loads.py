@@ -5,9 +5,7 @@ from dataclasses import replace
 from uuid import uuid4
 
 from scheduler_svc.placement import Assignment, Decision
-from scheduler_svc.workers import ActiveLoad, RequestFacts
-
-_IDLE = ActiveLoad()
+from scheduler_svc.workers import IDLE, ActiveLoad, RequestFacts
 
 
 class LoadLedger:
@@ -20,7 +18,7 @@ class LoadLedger:
         self._charged: dict[str, ActiveLoad] = {}
 
     def charged(self, holder_id: str) -> ActiveLoad:
-        return self._charged.get(holder_id, _IDLE)
+        return self._charged.get(holder_id, IDLE)
 
     @property
     def all(self) -> Mapping[str, ActiveLoad]:
@@ -31,7 +29,7 @@ class LoadLedger:
         return not self._charged
 
     def charge(self, holder_id: str, load: ActiveLoad) -> "Charge":
-        self.change(holder_id, _IDLE, load)
+        self.change(holder_id, IDLE, load)
         return Charge(self, holder_id, load)
 
     def change(self, holder_id: str, before: ActiveLoad, after: ActiveLoad) -> None:
@@ -43,7 +41,7 @@ class LoadLedger:
             total.blocks - before.blocks + after.blocks,
         )
         assert min(total.num_requests, total.prefill_tokens, total.blocks) >= 0, "given back twice"
-        if total == _IDLE:
+        if total == IDLE:
             self._charged.pop(holder_id, None)
         else:
             self._charged[holder_id] = total
@@ -62,7 +60,7 @@ class Charge:
 
     def release(self) -> None:
         """Doing it twice is harmless."""
-        self._become(_IDLE)
+        self._become(IDLE)
 
     def _become(self, load: ActiveLoad) -> None:
         before, self._load = self._load, load

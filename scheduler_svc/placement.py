@@ -96,8 +96,9 @@ def place(
     def cost(decoder: Candidate) -> float:
         return decode_cost(decoder, facts, settings.weights)
 
+    pools = _PrefillPools(prefillers, facts, settings, random)
     for decoder in cheapest_first(decoders, cost, random):
-        ranked = _by_prefill_cost(_paired(decoder, prefillers), facts, settings, random)
+        ranked = pools.ranked(decoder)
         comparison = None
         if estimates is not None and ranked and settings.mode is ModePolicy.AUTO:
             comparison = compare(facts, decoder, ranked[0], estimates, settings.interference)
@@ -107,10 +108,45 @@ def place(
             continue
         if mode is PlacementMode.LOCAL:
             return Decision(mode, reason, decode, comparison=comparison)
-        prefill = _first_with_room(ranked, facts, settings)
+        prefill = pools.first_with_room(decoder)
         if prefill is not None:
             return Decision(mode, reason, decode, prefill, comparison)
     return None
+
+
+class _PrefillPools:
+    """The prefill workers for each decode worker, ranked once for all with one layout."""
+
+    def __init__(
+        self,
+        prefillers: Sequence[Candidate],
+        facts: RequestFacts,
+        settings: PlacementSettings,
+        random: Random,
+    ) -> None:
+        self._prefillers = prefillers
+        self._facts = facts
+        self._settings = settings
+        self._random = random
+        self._ranked: dict[str, list[Candidate]] = {}
+        self._with_room: dict[str, Assignment | None] = {}
+
+    def ranked(self, decoder: Candidate) -> list[Candidate]:
+        """Those whose blocks the decode worker can import, cheapest first."""
+        layout = decoder.worker.layout_fingerprint
+        if layout not in self._ranked:
+            paired = _paired(decoder, self._prefillers)
+            self._ranked[layout] = _by_prefill_cost(
+                paired, self._facts, self._settings, self._random
+            )
+        return self._ranked[layout]
+
+    def first_with_room(self, decoder: Candidate) -> Assignment | None:
+        layout = decoder.worker.layout_fingerprint
+        if layout not in self._with_room:
+            ranked = self.ranked(decoder)
+            self._with_room[layout] = _first_with_room(ranked, self._facts, self._settings)
+        return self._with_room[layout]
 
 
 def _decoders(serving: Sequence[WorkerView], facts: RequestFacts) -> list[WorkerView]:

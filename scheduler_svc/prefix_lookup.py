@@ -10,9 +10,10 @@ from typing import Protocol
 
 from redis.exceptions import RedisError
 
+from mesh.block_index import machine_of
 from mesh.block_keys import BlockKeys
 from scheduler_svc.predicted_blocks import PredictedBlocks
-from scheduler_svc.workers import Hits, PrefixHit
+from scheduler_svc.workers import NO_HIT, Hits, PrefixHit
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class LocalLookup:
 
     async def hits(self, query: PrefixQuery) -> Hits:
         if self._replica(query.model) is None:
-            return self.latest(query, await self._fallback.hits(query))
+            return self.latest(query, _by_machine(await self._fallback.hits(query)))
         return self.latest(query, {})
 
     def latest(self, query: PrefixQuery, known: Hits) -> Hits:
@@ -102,7 +103,7 @@ class LocalLookup:
         hits = dict(known if replica is None else {})
         for keys in query.chains.values():
             if replica is not None:
-                hits.update(replica.longest_prefix(keys))
+                hits.update(_by_machine(replica.longest_prefix(keys)))
             for holder_id, num_blocks in self._predicted.longest_prefix(keys).items():
                 hit = hits.get(holder_id, PrefixHit())
                 if num_blocks > hit.num_blocks:
@@ -117,6 +118,18 @@ class LocalLookup:
     def _replica(self, model: str) -> Replica | None:
         replica = self._replicas.get(model)
         return replica if replica is not None and replica.is_ready else None
+
+
+def _by_machine(found: Hits) -> Hits:
+    """What machines hold goes by their address, for their incarnation concerns nobody."""
+    if not any(machine_of(holder) for holder in found):
+        return found
+    hits: dict[str, PrefixHit] = {}
+    for holder, hit in found.items():
+        name = machine_of(holder) or holder
+        if hit.num_blocks > hits.get(name, NO_HIT).num_blocks:
+            hits[name] = hit
+    return hits
 
 
 class IndexLookup:

@@ -16,7 +16,7 @@ from scheduler_svc.loads import HeldPlacement, LoadLedger
 from scheduler_svc.mode import Comparisons, PlacementMode
 from scheduler_svc.objectives import Objectives
 from scheduler_svc.placement import Decision, PlacementSettings, place
-from scheduler_svc.prefix_lookup import BlockLayout, PrefixLookup, PrefixQuery
+from scheduler_svc.prefix_lookup import PrefixLookup, PrefixQuery
 from scheduler_svc.workers import ActiveLoad, Hits, RequestFacts, Role, WorkerView
 
 
@@ -136,8 +136,7 @@ class Scheduler:
             query=query,
             hits=await self._lookup.hits(query),
             entered_at=self._clock(),
-            ttft_objective_s=request.ttft_objective_s
-            or self._objectives.ttft_s(request.priority_class),
+            ttft_objective_s=self._ttft_objective_s(request),
         )
         claim = Claim(
             # Requests that avoid different workers do not compete for the same room.
@@ -147,7 +146,7 @@ class Scheduler:
             priority=request.priority,
             num_tokens=facts.num_prompt_tokens + facts.max_tokens,
         )
-        self._check_objectives(waiting, self._ahead(claim))
+        self._check_objectives(waiting, claim)
         async with self._queue.admitted(waiting, claim, timeout_s) as held:
             yield held
 
@@ -175,23 +174,17 @@ class Scheduler:
         self._queue.close(WorkerUnavailable("the scheduler is draining", retry_after_s=1.0))
         await self._queue.wait_idle()
 
-    def predict(self, request: AdmitRequest, hits: Hits) -> Forecast | None:
-        """What a request could expect that came now."""
-        query = self._query(request)
-        waiting = _Waiting(request.facts, query, hits, self._clock(), None)
-        claim = Claim(lane=None, tenant=request.tenant, priority_class=request.priority_class)
-        return self._forecast(waiting, self._ahead(claim))
+    def _ttft_objective_s(self, request: AdmitRequest) -> float | None:
+        """None for a request that goes on elsewhere: its client has had its first token."""
+        if request.facts.excluded_worker_ids:
+            return None
+        return request.ttft_objective_s or self._objectives.ttft_s(request.priority_class)
 
     def _query(self, request: AdmitRequest) -> PrefixQuery:
         model = request.facts.model
-        views = self._cluster.views
-        layouts = frozenset(
-            BlockLayout(view.layout_fingerprint, view.block_size)
-            for view in views
-            if view.model == model
-        )
+        layouts = self._cluster.layouts(model)
         # A model that was served before has lost its workers, which may come back.
-        if not layouts and views and not self._cluster.has_served(model):
+        if not layouts and self._cluster.views and not self._cluster.has_served(model):
             raise ModelNotFound(f"no worker serves the model {model!r}", param="model")
         return PrefixQuery(model, request.prompt_token_ids, request.cache_salt, layouts)
 
@@ -233,10 +226,11 @@ class Scheduler:
         num_workers = self.num_workers(Role.PREFILL) or self.num_workers(Role.DECODE)
         return num_long < max(1, int(self._objectives.long_prompt_share * num_workers))
 
-    def _check_objectives(self, waiting: _Waiting, ahead: Ahead) -> None:
-        if waiting.ttft_objective_s is None and self._objectives.tbt_s is None:
+    def _check_objectives(self, waiting: _Waiting, claim: Claim) -> None:
+        has_objective = waiting.ttft_objective_s is not None or self._objectives.tbt_s is not None
+        if not has_objective or waiting.facts.excluded_worker_ids:
             return
-        expected = self._forecast(waiting, ahead)
+        expected = self._forecast(waiting, self._ahead(claim))
         if expected is not None:
             self._objectives.check_forecast(expected, waiting.ttft_objective_s)
 
@@ -279,10 +273,12 @@ class Scheduler:
         return self._costs.setdefault(model, ModelCosts())
 
     def _with_charges(self, view: WorkerView) -> WorkerView:
-        charged = self._ledger.charged(view.holder_id) + self._cluster.charged_by_others(
-            view.holder_id
-        )
-        return view if charged == view.charged else replace(view, charged=charged)
+        charged = self._ledger.charged(view.holder_id)
+        others = self._cluster.charged_by_others(view.holder_id)
+        if charged is view.charged and others is view.charged:
+            # Idle, like most of a large mesh: this runs for every worker at every placement.
+            return view
+        return replace(view, charged=charged + others)
 
 
 def _holder_ids(decision: Decision) -> list[str]:

@@ -7,6 +7,8 @@ from enum import StrEnum
 from mesh.block_index import PrefixHit
 
 __all__ = [
+    "IDLE",
+    "NO_HIT",
     "ActiveLoad",
     "Candidate",
     "Hits",
@@ -53,7 +55,10 @@ class ActiveLoad:
         )
 
 
-# By the holder id of a worker.
+IDLE = ActiveLoad()
+NO_HIT = PrefixHit()
+
+# By the holder id of a worker, or by the transfer address of a machine.
 Hits = Mapping[str, PrefixHit]
 
 
@@ -71,8 +76,10 @@ class WorkerView:
     block_size: int
     num_blocks: int
     max_model_len: int
-    reported: ActiveLoad = ActiveLoad()
-    charged: ActiveLoad = ActiveLoad()
+    # The agent of its machine, whose colder tiers it can reach.
+    transfer_address: str = ""
+    reported: ActiveLoad = IDLE
+    charged: ActiveLoad = IDLE
 
     # A heartbeat lags behind the charges, and the charges miss what a scheduler that has died
     # placed: the larger of the two is nearer to the truth than either.
@@ -106,5 +113,10 @@ class Candidate:
 
 def candidate(worker: WorkerView, facts: RequestFacts, hits: Hits) -> Candidate:
     """The last prompt token is always computed, so a hit never covers the whole prompt."""
-    hit = hits.get(worker.holder_id, PrefixHit())
+    hit = hits.get(worker.holder_id, NO_HIT)
+    colder = hits.get(worker.transfer_address)
+    if colder is not None:
+        hit = hit.extended(colder)
+    if hit is NO_HIT:
+        return Candidate(worker, hit)
     return Candidate(worker, hit.bounded((facts.num_prompt_tokens - 1) // worker.block_size))

@@ -36,13 +36,26 @@ class ScriptedRun:
             PrefillProgress(self.request.request_id, num_computed_tokens, block_ids, generations)
         )
 
-    def want_remote_kv(self, first_block_index: int, *block_ids: int) -> None:
+    def want_remote_kv(
+        self, first_block_index: int, *block_ids: int, keys: tuple[bytes, ...] = ()
+    ) -> None:
         self.events.put_nowait(
-            RemoteKvWanted(self.request.request_id, first_block_index, block_ids)
+            RemoteKvWanted(self.request.request_id, first_block_index, block_ids, keys)
         )
 
     def token(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         self.events.put_nowait(TokenOutput(self.request.request_id, token_id, logprobs))
+
+    def first_token(self, token_id: int, *, num_cached_tokens: int) -> None:
+        """A first token that is not the last."""
+        self.events.put_nowait(
+            TokenOutput(
+                self.request.request_id,
+                token_id,
+                timings_so_far=RequestTimings(wait_s=0.001, prefill_s=0.002),
+                num_cached_tokens=num_cached_tokens,
+            )
+        )
 
     def hold(self, token_id: int, *block_ids: int, num_cached_tokens: int = 0) -> None:
         """The first token of a prefill, whose blocks stay."""
@@ -87,6 +100,7 @@ class ScriptedEngineLoop:
         self.kv_answers: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
         # Tokens that came with an answer, by request id.
         self.given_tokens: dict[str, list[int]] = {}
+        self.late: list[str] = []
         self.tier_answers: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.refusal: EngineError | None = None
         self.stats = EngineStats(*range(1, 13))
@@ -128,6 +142,9 @@ class ScriptedEngineLoop:
 
     def tiered_kv_done(self, request_id: str, num_blocks: int) -> None:
         self.tier_answers.put_nowait((request_id, num_blocks))
+
+    def remote_kv_late(self, request_id: str) -> None:
+        self.late.append(request_id)
 
     def load(self) -> EngineStats:
         return self.stats

@@ -1,5 +1,6 @@
 """Real transfer agents in this process: each is a machine of its own, on loopback."""
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,20 @@ from kv_transfer_svc.app import SERVICE_NAME
 from kv_transfer_svc.peers import Peers
 from kv_transfer_svc.segments import Segment, SegmentSpec, SegmentTable
 from kv_transfer_svc.service import KvTransferServicer
+from kv_transfer_svc.tiers.cold_tiers import ColdTiers
+from kv_transfer_svc.tiers.disk_store import DiskStore
+from kv_transfer_svc.tiers.host_pool import HostPool
 from kv_transfer_svc.tls import TlsFiles
 from kv_transfer_svc.transports.base import Transport
 from kv_transfer_svc.transports.block_server import BlockServer
 from kv_transfer_svc.transports.shared_memory import SharedMemoryTransport
 from kv_transfer_svc.transports.tcp import TcpTransport
+from mesh.block_index import Tier
 from mesh.client import Channels
 from mesh.server import MeshServer
 from mesh.v1 import kv_transfer_pb2_grpc
+
+TierChange = tuple[str, Tier, Sequence[bytes], Sequence[bytes]]
 
 
 @dataclass
@@ -26,6 +33,8 @@ class RunningAgent:
     agent: TransferAgent
     address: str
     stack: AsyncExitStack
+    # What the colder tiers gained and lost: model, tier, keys gained, keys lost.
+    changes: list[TierChange]
 
     def attach(self, spec: SegmentSpec) -> Segment:
         return self.stack.enter_context(self.agent.segments.attached(spec))
@@ -39,6 +48,8 @@ async def start_agent(
     *,
     listen: str = "127.0.0.1:0",
     tls: TlsFiles | None = None,
+    host_memory_bytes: int = 0,
+    disk: DiskStore | None = None,
     **settings: Any,
 ) -> RunningAgent:
     async with AsyncExitStack() as stack:
@@ -56,7 +67,13 @@ async def start_agent(
         peers = Peers(await stack.enter_async_context(Channels()))
         if transport is None:
             transport = stack.enter_context(closing(SharedMemoryTransport(1)))
-        agent = TransferAgent(segments, transport, Network(peers, tcp, block_server))
+        changes: list[TierChange] = []
+        tiers: ColdTiers | None = None
+        if host_memory_bytes or disk is not None:
+            tiers = await stack.enter_async_context(
+                ColdTiers(HostPool(host_memory_bytes), disk, lambda *change: changes.append(change))
+            )
+        agent = TransferAgent(segments, transport, Network(peers, tcp, block_server), tiers)
         server = MeshServer(listen)
         server.add(
             kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
@@ -65,7 +82,7 @@ async def start_agent(
         )
         address = await server.start()
         stack.push_async_callback(server.stop, 0)
-        return RunningAgent(agent, address, stack.pop_all())
+        return RunningAgent(agent, address, stack.pop_all(), changes)
 
 
 def pull_from(source: RunningAgent, source_ids: list[int], destination_ids: list[int]) -> Pull:

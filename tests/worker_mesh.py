@@ -12,7 +12,7 @@ import grpc
 from decode_svc.config import DecodeConfig
 from decode_svc.service import decode_service
 from engine.loop import EngineLoop
-from kv_transfer_svc.agent import TransferAgent
+from kv_transfer_svc.agent import TransferAgent as Agent
 from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment, SegmentTable
 from kv_transfer_svc.service import KvTransferServicer
@@ -34,6 +34,8 @@ from worker.engine_loading import load_engine
 from worker.host import Service, Worker
 from worker.segment_attachment import SegmentAttachment
 from worker.streams import ActiveStreams
+from worker.tiered_kv import TieredKv, TierOwner
+from worker.transfer_agent import TransferAgent
 
 if TYPE_CHECKING:
     from mesh.v1.decode_pb2_grpc import DecodeServiceAsyncStub
@@ -126,7 +128,7 @@ class WorkerMesh:
         transport = SharedMemoryTransport(1)
         self._stack.callback(transport.close)
         self.transport = GatedTransport(transport)
-        servicer = KvTransferServicer(TransferAgent(SegmentTable(), self.transport))
+        servicer = KvTransferServicer(Agent(SegmentTable(), self.transport))
         self.agent_server.add(
             kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
             servicer,
@@ -147,28 +149,32 @@ class WorkerMesh:
         return {
             "model": MODEL,
             "model_path": self._model_path,
-            "kv_transfer_address": self.agent_server.address,
             "block_size": BLOCK_SIZE,
             "num_blocks": 64,
             "max_num_batched_tokens": 16,
             "max_num_seqs": 8,
             "segment_dir": self._segment_dir,
+            # A test may have agents of its own.
+            "kv_transfer_address": settings.get("kv_transfer_address") or self.agent_server.address,
             **settings,
         }
 
     async def _start(self, config: PrefillConfig | DecodeConfig, service: Service) -> RunningWorker:
         async with AsyncExitStack() as stack:
             loaded = load_engine(config, new_incarnation())
-            engine = EngineLoop(loaded.engine)
+            engine = EngineLoop(loaded.engine, lambda events: tiered.offer(events))
             engine.start()
             stack.push_async_callback(engine.stop)
             channels = await stack.enter_async_context(Channels())
             server = MeshServer(config.listen)
-            worker = Worker(engine, loaded, channels, ActiveStreams(), server, config)
             assert loaded.segment is not None
             attachment = await stack.enter_async_context(
                 SegmentAttachment(channels.get(config.kv_transfer_address), loaded.segment)
             )
+            agent = TransferAgent(channels, config.kv_transfer_address)
+            owner = TierOwner(loaded.engine_id, config.model, lambda: attachment.has_tiers)
+            tiered = await stack.enter_async_context(TieredKv(engine, agent, owner))
+            worker = Worker(engine, tiered, loaded, channels, ActiveStreams(), server, config)
             await stack.enter_async_context(service(worker))
             channel = connect(await server.start())
             stack.push_async_callback(server.stop, 0)

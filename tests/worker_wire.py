@@ -175,6 +175,10 @@ class ScriptedAgent(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self.may_finish.set()
         self.error: MeshError | None = None
         self.num_active_pulls = 0
+        self.loads: asyncio.Queue[kv_transfer_pb2.LoadBlocksRequest] = asyncio.Queue()
+        self.stores: asyncio.Queue[kv_transfer_pb2.StoreBlocksRequest] = asyncio.Queue()
+        # How many of the blocks that are asked for the colder tiers have.
+        self.num_tier_blocks = 0
         self.attached: asyncio.Queue[kv_transfer_pb2.AttachSegmentRequest] = asyncio.Queue()
         self.may_detach = asyncio.Event()
 
@@ -199,6 +203,23 @@ class ScriptedAgent(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         if self.error is not None:
             raise self.error
         return kv_transfer_pb2.PullResponse(payload_bytes=100 * len(request.source_block_ids))
+
+    async def LoadBlocks(
+        self, request: kv_transfer_pb2.LoadBlocksRequest, context: Any
+    ) -> kv_transfer_pb2.LoadBlocksResponse:
+        self.loads.put_nowait(request)
+        await self.may_finish.wait()
+        if self.error is not None:
+            raise self.error
+        return kv_transfer_pb2.LoadBlocksResponse(num_blocks=self.num_tier_blocks)
+
+    async def StoreBlocks(
+        self, request: kv_transfer_pb2.StoreBlocksRequest, context: Any
+    ) -> kv_transfer_pb2.StoreBlocksResponse:
+        if self.error is not None:
+            raise self.error
+        self.stores.put_nowait(request)
+        return kv_transfer_pb2.StoreBlocksResponse(num_stored=len(request.keys))
 
     async def Locate(
         self, request: kv_transfer_pb2.LocateRequest, context: Any

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from mesh import metrics
 from mesh.server import MeshServer, serve
 from mesh.telemetry import Stopwatch
 from tokenizer_svc.config import TokenizerConfig
@@ -53,6 +54,7 @@ def open_service(config: TokenizerConfig) -> Iterator[tuple[MeshServer, Tokenize
             max_bad_words=config.max_bad_words,
             max_message_bytes=config.max_message_bytes,
         )
+        stack.callback(metrics.NUM_SEQUENCES.watch(lambda: servicer.num_sequences))
         server = MeshServer(config.listen, max_message_bytes=config.max_message_bytes)
         servicer.add_to(server)
         yield server, servicer

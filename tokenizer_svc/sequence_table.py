@@ -83,6 +83,9 @@ class SequenceTable:
         self._quiescence = quiescence
         self._sequences: dict[int, _OpenSequence] = {}
 
+    def __len__(self) -> int:
+        return len(self._sequences)
+
     def open(self, sequence_id: int, options: SequenceOptions) -> None:
         """Begin a sequence.
 

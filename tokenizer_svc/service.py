@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from mesh import metrics
 from mesh.errors import InvalidRequest, MeshError, MessageTooLarge, ModelNotFound
 from mesh.server import MeshServer
 from mesh.telemetry import Stopwatch, span
@@ -48,10 +49,17 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._max_bad_words = max_bad_words
         self._max_message_bytes = max_message_bytes
         self._quiescence = Quiescence()
+        # One for each open Detokenize call.
+        self._tables: set[SequenceTable] = set()
 
     def add_to(self, server: MeshServer) -> None:
         """Register with a server."""
         server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, self, _SERVICE_NAME)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are open, over all calls."""
+        return sum(map(len, self._tables))
 
     async def drain(self) -> None:
         """Return once no prompt is being encoded and no sequence is open."""
@@ -79,7 +87,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                     request.bad_words,
                     request.max_prompt_tokens or model.max_model_len,
                 )
-            encode_span.set_attribute("gen_ai.usage.input_tokens", len(encoded.token_ids))
+            encode_span.set_attribute("pdmesh.num_prompt_tokens", len(encoded.token_ids))
+        metrics.ENCODE_DURATION.record(stopwatch.elapsed_s)
         response = tokenizer_pb2.EncodeResponse(
             token_ids=encoded.token_ids,
             bad_words=[types_pb2.TokenSequence(token_ids=ids) for ids in encoded.bad_words],
@@ -110,6 +119,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         context: _Context,
     ) -> AsyncGenerator[tokenizer_pb2.DetokenizeResponse, None]:
         table = SequenceTable(self._models, self._sequence_limits, self._quiescence)
+        self._tables.add(table)
         try:
             # The next request is read once the answer is written: a caller that does
             # not read is not read from, and nothing piles up here.
@@ -118,6 +128,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
                 if response is not None:
                     yield response
         finally:
+            self._tables.discard(table)
             table.close()
 
     def _model(self, name: str) -> TokenizerModel:

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import telemetry_docs
+
 from decode_svc.config import DecodeConfig
 from gateway.config import GatewayConfig
 from kv_transfer_svc.config import KvTransferConfig
@@ -42,13 +44,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if a table differs")
     check = parser.parse_args().check
-    path, text = DOCS / "settings.md", INTRODUCTION + "".join(_sections())
+    pages = {
+        DOCS / "settings.md": INTRODUCTION + "".join(_sections()),
+        DOCS / "telemetry.md": telemetry_docs.text(),
+    }
     if not check:
-        path.write_text(text)
-    elif not path.exists() or path.read_text() != text:
+        for path, text in pages.items():
+            path.write_text(text)
+        return 0
+    old = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    for path in old:
         print(f"docs/{path.name} is out of date: run `make docs`", file=sys.stderr)
-        return 1
-    return 0
+    return 1 if old else 0
 
 
 def _sections() -> Iterator[str]:
@@ -66,9 +73,7 @@ def _sections() -> Iterator[str]:
 def _is_known(setting: Setting, known: dict[str, Setting]) -> bool:
     other = known.get(setting.name)
     # The worker id is named after the service everywhere.
-    return other is not None and (
-        other.default == setting.default or setting.name == "worker_id"
-    )
+    return other is not None and (other.default == setting.default or setting.name == "worker_id")
 
 
 def _row(setting: Setting) -> str:

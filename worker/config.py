@@ -66,6 +66,9 @@ class WorkerConfig(ServiceConfig):
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of a forward pass; by default one per core"
     )
+    use_kv_tiers: bool = Field(
+        True, description="fill the transfer agent's colder tiers, and ask them before computing"
+    )
     segment_dir: Path = Field(
         Path("/dev/shm"), description="where the KV cache's shared-memory file is made"
     )

@@ -4,11 +4,12 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from engine.block_pool import BlockEvents
 from engine.loop import EngineLoop
 from engine.request import EngineStopped
 from mesh.block_publisher import BlockPublisher
@@ -23,12 +24,16 @@ from mesh.registry import (
     new_incarnation,
 )
 from mesh.server import MeshServer, serve
+from mesh.v1 import kv_transfer_pb2
 from worker.config import WorkerConfig
 from worker.engine_loading import LoadedEngine, load_engine
 from worker.engine_metrics import watched_engine
+from worker.engine_port import EnginePort
 from worker.progress import ProgressMonitor
 from worker.segment_attachment import SegmentAttachment
 from worker.streams import ActiveStreams
+from worker.tiered_kv import TieredKv, TierOwner
+from worker.transfer_agent import TransferAgent
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +45,8 @@ class Worker:
     """What a service is built from."""
 
     engine: EngineLoop
+    # The same engine for requests: it looks into colder tiers where there are any.
+    requests: EnginePort
     loaded: LoadedEngine
     channels: Channels
     streams: ActiveStreams
@@ -71,19 +78,30 @@ async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None
         redis = connect_redis(config.redis_url)
         stack.push_async_callback(redis.aclose)
         channels = await stack.enter_async_context(Channels())
+        listeners: list[Callable[[BlockEvents], None]] = []
         publisher = await stack.enter_async_context(
             BlockPublisher(BlockIndex(redis), config.model, config.worker_id, incarnation)
         )
+        listeners.append(publisher.offer)
         loaded = await asyncio.to_thread(load_engine, config, incarnation)
-        engine = EngineLoop(loaded.engine, publisher.offer)
+
+        def on_block_events(events: BlockEvents) -> None:
+            for listener in listeners:
+                listener(events)
+
+        engine = EngineLoop(loaded.engine, on_block_events)
         engine.start()
         stack.push_async_callback(engine.stop)
         stack.enter_context(watched_engine(engine, config.model))
         server = MeshServer(config.listen)
-        worker = Worker(engine, loaded, channels, ActiveStreams(), server, config)
+        requests: EnginePort = engine
         if loaded.segment is not None:
-            agent = channels.get(config.kv_transfer_address)
-            await stack.enter_async_context(SegmentAttachment(agent, loaded.segment))
+            requests = await stack.enter_async_context(
+                attached_engine(engine, loaded.segment, channels, config)
+            )
+            if isinstance(requests, TieredKv):
+                listeners.append(requests.offer)
+        worker = Worker(engine, requests, loaded, channels, ActiveStreams(), server, config)
         wait_until_quiescent = await stack.enter_async_context(service(worker))
         membership = _Membership(worker, role, incarnation, WorkerRegistry(redis))
         stack.push_async_callback(membership.leave)
@@ -107,6 +125,24 @@ async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None
         )
         if not engine.is_running:
             raise EngineStopped("the engine crashed")
+
+
+@asynccontextmanager
+async def attached_engine(
+    engine: EngineLoop,
+    segment: kv_transfer_pb2.AttachSegmentRequest,
+    channels: Channels,
+    config: WorkerConfig,
+) -> AsyncIterator[EnginePort]:
+    """The engine with its segment known to the machine's agent, and the agent's tiers to it."""
+    address = config.kv_transfer_address
+    async with SegmentAttachment(channels.get(address), segment) as attachment:
+        if not config.use_kv_tiers:
+            yield engine
+            return
+        owner = TierOwner(segment.engine_id, config.model, lambda: attachment.has_tiers)
+        async with TieredKv(engine, TransferAgent(channels, address), owner) as tiered:
+            yield tiered
 
 
 class _Membership:

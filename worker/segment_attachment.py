@@ -26,6 +26,7 @@ class SegmentAttachment:
         self._agent = kv_transfer_pb2_grpc.KvTransferServiceStub(channel)
         self._segment = segment
         self.attached = asyncio.Event()
+        self.has_tiers = False
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._stay_attached())
@@ -56,13 +57,15 @@ class SegmentAttachment:
         call = self._agent.AttachSegment(self._segment)
         was_attached = False
         try:
-            async for _ in call:
+            async for response in call:
                 was_attached = True
+                self.has_tiers = response.has_tiers
                 self.attached.set()
                 logger.info("segment attached", extra={"engine_id": self._segment.engine_id})
         except grpc.aio.AioRpcError as error:
             return error.details() or error.code().name, was_attached
         finally:
             self.attached.clear()
+            self.has_tiers = False
             call.cancel()
         return "the agent ended the call", was_attached

@@ -1,6 +1,5 @@
 """The rules file: YAML in, a RuleSet or every problem of the file out."""
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path as FilePath
@@ -10,8 +9,7 @@ import yaml
 
 from gateway.rules import headers as header_rules
 from gateway.rules.condition_reader import ConditionReader
-from gateway.rules.conditions import ALIASES
-from gateway.rules.document import ObjectNode
+from gateway.rules.default_tree import graft, is_same_place, leaves, to_fills
 from gateway.rules.model import (
     Clamp,
     Fill,
@@ -186,11 +184,11 @@ class _Loader:
             filled = self.reader.json(value)
             if target is None or filled is None:
                 continue
-            if not _graft(tree, target.keys, filled):
+            if not graft(tree, target.keys, filled):
                 self.reader.fail(key_node, f"{text} overlaps another default of this rule")
-            for leaf in _leaves(target.keys, filled):
+            for leaf in leaves(target.keys, filled):
                 self._defaults.setdefault(leaf, key_node.start_mark.line + 1)
-        return _fills(tree)
+        return to_fills(tree)
 
     def _clamp(self, node: yaml.Node) -> tuple[Clamp, ...]:
         clamps = []
@@ -311,7 +309,7 @@ class _Loader:
     def _refuse_conflicts(self, node: yaml.Node) -> None:
         for forced, line in self._forces.items():
             for filled, default_line in self._defaults.items():
-                if _is_same_place(forced, filled):
+                if is_same_place(forced, filled):
                     self.reader.problems.append(
                         Problem(
                             line,
@@ -320,56 +318,3 @@ class _Loader:
                         )
                     )
                     break
-
-
-def _graft(tree: dict[str, Any], keys: tuple[str, ...], text: str) -> bool:
-    """Put a value into the tree of defaults; False when something is there already."""
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
-            return False
-    if keys[-1] in tree:
-        return False
-    tree[keys[-1]] = text
-    return True
-
-
-def _fills(tree: dict[str, Any]) -> tuple[Fill, ...]:
-    """The tree as fills: a branch's value is the object of its members."""
-    fills = []
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            members = _fills(value)
-            text = ",".join(
-                f"{json.dumps(fill.key, ensure_ascii=False)}:{fill.value}" for fill in members
-            )
-            fills.append(Fill(key, f"{{{text}}}", members))
-        else:
-            fills.append(Fill(key, value, _members_of(value)))
-    return tuple(fills)
-
-
-def _members_of(text: str) -> tuple[Fill, ...]:
-    """The members of a JSON object as fills; none for other values."""
-    if not text.startswith("{"):
-        return ()
-    node = ObjectNode(text.encode())
-    return tuple(
-        Fill(member.key, member.value.decode(), _members_of(member.value.decode()))
-        for member in node.members
-    )
-
-
-def _leaves(keys: tuple[str, ...], text: str) -> list[tuple[str, ...]]:
-    members = _members_of(text)
-    if not members:
-        return [keys]
-    return [leaf for fill in members for leaf in _leaves((*keys, fill.key), fill.value)]
-
-
-def _is_same_place(forced: tuple[str, ...], filled: tuple[str, ...]) -> bool:
-    """Whether one path is, or lies under, the other; aliases are one key."""
-    length = min(len(forced), len(filled))
-    if forced[:length] == filled[:length]:
-        return True
-    return length == 1 and filled[0] in ALIASES.get(forced[0], ())

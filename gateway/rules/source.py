@@ -36,9 +36,7 @@ class RuleSource:
         now = self._clock()
         if self._path is not None and now - self._checked_at >= self._check_interval_s:
             self._checked_at = now
-            stamp = _stamp(self._path)
-            if stamp != self._stamp:
-                self._stamp = stamp
+            if _stamp(self._path) != self._stamp:
                 self.reload()
         return self._rules
 
@@ -46,6 +44,8 @@ class RuleSource:
         """Read the file again, changed or not (on SIGHUP); whether it is in force now."""
         if self._path is None:
             return True
+        # Before the file is read: what changes in between is seen next time.
+        self._stamp = _stamp(self._path)
         try:
             self._rules = load(self._path)
         except RulesInvalid as error:

@@ -123,9 +123,10 @@ def _line(series: Series, color: str, across: _Axis, up: _Axis) -> str:
 
 
 def _legend(series: Sequence[Series]) -> list[str]:
+    # At the left, where curves that rise leave room.
     return [
-        f'<rect x="{WIDTH - _RIGHT - 170}" y="{_TOP + 4 + 16 * i}" width="10" height="10" '
-        f'fill="{COLORS[i % len(COLORS)]}"/><text x="{WIDTH - _RIGHT - 155}" '
+        f'<rect x="{_LEFT + 10}" y="{_TOP + 4 + 16 * i}" width="10" height="10" '
+        f'fill="{COLORS[i % len(COLORS)]}"/><text x="{_LEFT + 25}" '
         f'y="{_TOP + 13 + 16 * i}">{escape(each.name)}</text>'
         for i, each in enumerate(series)
         if len(series) > 1

@@ -83,7 +83,7 @@ def bench(
         int | None, typer.Option(min=2, help="`trace`: leave out requests above this.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, beside the first.")] = 5,
-    duration_s: Annotated[float, typer.Option(min=1, help="Seconds of a round.")] = 20.0,
+    duration_s: Annotated[float, typer.Option(min=0.1, help="Seconds of a round.")] = 20.0,
     grace_s: Annotated[
         float, typer.Option(min=0, help="Seconds more for what is in flight.")
     ] = 30.0,

@@ -40,6 +40,10 @@ def up(
     port: Annotated[int, typer.Option(help="The gateway's port.", min=1, max=65535)] = 8000,
     prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0, max=64)] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=1, max=64)] = 1,
+    rules: Annotated[
+        Path | None,
+        typer.Option(help="Parameter rules, see `pdmesh rules`.", exists=True, dir_okay=False),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision of the workers.")] = None,
     setting: Annotated[
         list[str] | None,
@@ -70,6 +74,7 @@ def up(
             port=port,
             num_prefill=prefill,
             num_decode=decode,
+            rules_path=rules,
             redis_url=redis_url,
             otlp_endpoint=otlp_endpoint,
             log_level=log_level,
@@ -85,6 +90,8 @@ def up(
 
 
 async def _serve(home: Home, options: LaunchOptions) -> int:
+    # Our children are other programs at once: gRPC need not follow them into the fork.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     logging.basicConfig(filename=home.logs / "up.log", level=options.log_level)
     launch = plan_launch(home, options, os.environ)
     write_topology(home, launch.topology)

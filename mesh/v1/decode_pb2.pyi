@@ -88,6 +88,11 @@ class DecodeResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    num_cached_tokens: _builtins.int
+    """With the first tokens, so that a caller who ends the stream early knows it too:
+    what `DecodeFinished.num_cached_tokens` will say.
+    """
     @_builtins.property
     def tokens(self) -> _types_pb2.TokenChunk:
         """New tokens."""
@@ -106,13 +111,19 @@ class DecodeResponse(_message.Message):
         tokens: _types_pb2.TokenChunk | None = ...,
         finished: Global___DecodeFinished | None = ...,
         timings: _abc.Iterable[_types_pb2.StageTiming] | None = ...,
+        num_cached_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "event", b"event", "finished", b"finished", "num_cached_tokens", b"num_cached_tokens", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "event", b"event", "finished", b"finished", "num_cached_tokens", b"num_cached_tokens", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["tokens", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_cached_tokens) -> _WhichOneofReturnType__num_cached_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___DecodeResponse: _TypeAlias = DecodeResponse  # noqa: Y015

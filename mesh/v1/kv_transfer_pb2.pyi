@@ -71,12 +71,17 @@ class AttachSegmentResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    HAS_TIERS_FIELD_NUMBER: _builtins.int
+    has_tiers: _builtins.bool
+    """The agent has colder tiers: StoreBlocks and LoadBlocks are worth a call."""
     def __init__(
         self,
+        *,
+        has_tiers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_tiers", b"has_tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -231,6 +236,136 @@ class LocateResponse(_message.Message):
 Global___LocateResponse: _TypeAlias = LocateResponse  # noqa: Y015
 
 @_typing.final
+class StoreBlocksRequest(_message.Message):
+    """Offers blocks to the colder tiers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """The engine."""
+    model: _builtins.str
+    """Model name, under which the tiers' content is published."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Content keys, 16 bytes each."""
+
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the engine has them."""
+
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the blocks' generations are while they hold these keys' content."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "engine_id", b"engine_id", "generations", b"generations", "keys", b"keys", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreBlocksRequest: _TypeAlias = StoreBlocksRequest  # noqa: Y015
+
+@_typing.final
+class StoreBlocksResponse(_message.Message):
+    """The blocks are copied."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STORED_FIELD_NUMBER: _builtins.int
+    num_stored: _builtins.int
+    """Blocks that were new and intact."""
+    def __init__(
+        self,
+        *,
+        num_stored: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_stored", b"num_stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreBlocksResponse: _TypeAlias = StoreBlocksResponse  # noqa: Y015
+
+@_typing.final
+class LoadBlocksRequest(_message.Message):
+    """Asks the colder tiers for blocks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Id from the gateway, for logs and traces."""
+    engine_id: _builtins.str
+    """To."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Content keys in token order."""
+
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where, in order; as many as `keys`."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "engine_id", b"engine_id", "keys", b"keys", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadBlocksRequest: _TypeAlias = LoadBlocksRequest  # noqa: Y015
+
+@_typing.final
+class LoadBlocksResponse(_message.Message):
+    """The blocks are copied."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """How many of the leading ones."""
+    num_disk_blocks: _builtins.int
+    """Of those, blocks that came from disk."""
+    def __init__(
+        self,
+        *,
+        num_blocks: _builtins.int = ...,
+        num_disk_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_disk_blocks", b"num_disk_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadBlocksResponse: _TypeAlias = LoadBlocksResponse  # noqa: Y015
+
+@_typing.final
 class GetStatsRequest(_message.Message):
     """Asks for the counters."""
 
@@ -258,6 +393,10 @@ class GetStatsResponse(_message.Message):
     NUM_PULLS_FIELD_NUMBER: _builtins.int
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     COPY_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_HITS_FIELD_NUMBER: _builtins.int
+    NUM_DISK_HITS_FIELD_NUMBER: _builtins.int
     num_segments: _builtins.int
     """Segments attached now."""
     num_active_pulls: _builtins.int
@@ -268,6 +407,14 @@ class GetStatsResponse(_message.Message):
     """Bytes moved since the start."""
     copy_seconds: _builtins.float
     """Time spent copying since the start."""
+    num_host_blocks: _builtins.int
+    """Blocks in host memory now."""
+    num_disk_blocks: _builtins.int
+    """Blocks on disk now."""
+    num_host_hits: _builtins.int
+    """Blocks that came back from host memory since the start."""
+    num_disk_hits: _builtins.int
+    """Blocks that came back from disk since the start."""
     def __init__(
         self,
         *,
@@ -276,10 +423,14 @@ class GetStatsResponse(_message.Message):
         num_pulls: _builtins.int = ...,
         payload_bytes: _builtins.int = ...,
         copy_seconds: _builtins.float = ...,
+        num_host_blocks: _builtins.int = ...,
+        num_disk_blocks: _builtins.int = ...,
+        num_host_hits: _builtins.int = ...,
+        num_disk_hits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_seconds", b"copy_seconds", "num_active_pulls", b"num_active_pulls", "num_pulls", b"num_pulls", "num_segments", b"num_segments", "payload_bytes", b"payload_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copy_seconds", b"copy_seconds", "num_active_pulls", b"num_active_pulls", "num_disk_blocks", b"num_disk_blocks", "num_disk_hits", b"num_disk_hits", "num_host_blocks", b"num_host_blocks", "num_host_hits", b"num_host_hits", "num_pulls", b"num_pulls", "num_segments", b"num_segments", "payload_bytes", b"payload_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

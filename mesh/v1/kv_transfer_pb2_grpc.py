@@ -51,6 +51,16 @@ class KvTransferServiceStub:
                 request_serializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateResponse.FromString,
                 _registered_method=True)
+        self.StoreBlocks = channel.unary_unary(
+                '/mesh.v1.KvTransferService/StoreBlocks',
+                request_serializer=mesh_dot_v1_dot_kv__transfer__pb2.StoreBlocksRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.StoreBlocksResponse.FromString,
+                _registered_method=True)
+        self.LoadBlocks = channel.unary_unary(
+                '/mesh.v1.KvTransferService/LoadBlocks',
+                request_serializer=mesh_dot_v1_dot_kv__transfer__pb2.LoadBlocksRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.LoadBlocksResponse.FromString,
+                _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/mesh.v1.KvTransferService/GetStats',
                 request_serializer=mesh_dot_v1_dot_kv__transfer__pb2.GetStatsRequest.SerializeToString,
@@ -110,6 +120,31 @@ class KvTransferServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StoreBlocks(self, request, context):
+        """Copies full blocks of an attached engine into the colder tiers, host memory and
+        then disk, under their content keys. Those that are there already, or that the
+        engine has reused meanwhile, are left out.
+
+        Errors:
+        ABORTED  the engine is not attached here
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadBlocks(self, request, context):
+        """Copies the longest run of leading keys that the colder tiers have into an
+        attached engine's blocks. What is damaged counts as missing. The caller owns the
+        blocks and holds them until the call has ended on the agent, as with Pull.
+
+        Errors:
+        INVALID_ARGUMENT  block ids are out of range or differ in number from the keys
+        ABORTED           the engine is not attached here
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStats(self, request, context):
         """Reports what is attached and what was moved.
         """
@@ -134,6 +169,16 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.Locate,
                     request_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateResponse.SerializeToString,
+            ),
+            'StoreBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreBlocks,
+                    request_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.StoreBlocksRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_kv__transfer__pb2.StoreBlocksResponse.SerializeToString,
+            ),
+            'LoadBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadBlocks,
+                    request_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.LoadBlocksRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_kv__transfer__pb2.LoadBlocksResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -224,6 +269,60 @@ class KvTransferService:
             '/mesh.v1.KvTransferService/Locate',
             mesh_dot_v1_dot_kv__transfer__pb2.LocateRequest.SerializeToString,
             mesh_dot_v1_dot_kv__transfer__pb2.LocateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.KvTransferService/StoreBlocks',
+            mesh_dot_v1_dot_kv__transfer__pb2.StoreBlocksRequest.SerializeToString,
+            mesh_dot_v1_dot_kv__transfer__pb2.StoreBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.KvTransferService/LoadBlocks',
+            mesh_dot_v1_dot_kv__transfer__pb2.LoadBlocksRequest.SerializeToString,
+            mesh_dot_v1_dot_kv__transfer__pb2.LoadBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -70,6 +70,23 @@ class KvTransferServiceStub:
     Errors:
       ABORTED  the engine is not attached here
     """
+    StoreBlocks: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.StoreBlocksRequest, _kv_transfer_pb2.StoreBlocksResponse]
+    """Copies full blocks of an attached engine into the colder tiers, host memory and
+    then disk, under their content keys. Those that are there already, or that the
+    engine has reused meanwhile, are left out.
+
+    Errors:
+      ABORTED  the engine is not attached here
+    """
+    LoadBlocks: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.LoadBlocksRequest, _kv_transfer_pb2.LoadBlocksResponse]
+    """Copies the longest run of leading keys that the colder tiers have into an
+    attached engine's blocks. What is damaged counts as missing. The caller owns the
+    blocks and holds them until the call has ended on the agent, as with Pull.
+
+    Errors:
+      INVALID_ARGUMENT  block ids are out of range or differ in number from the keys
+      ABORTED           the engine is not attached here
+    """
     GetStats: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.GetStatsRequest, _kv_transfer_pb2.GetStatsResponse]
     """Reports what is attached and what was moved."""
 
@@ -114,6 +131,23 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
 
     Errors:
       ABORTED  the engine is not attached here
+    """
+    StoreBlocks: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.StoreBlocksRequest, _kv_transfer_pb2.StoreBlocksResponse]  # type: ignore[assignment]
+    """Copies full blocks of an attached engine into the colder tiers, host memory and
+    then disk, under their content keys. Those that are there already, or that the
+    engine has reused meanwhile, are left out.
+
+    Errors:
+      ABORTED  the engine is not attached here
+    """
+    LoadBlocks: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.LoadBlocksRequest, _kv_transfer_pb2.LoadBlocksResponse]  # type: ignore[assignment]
+    """Copies the longest run of leading keys that the colder tiers have into an
+    attached engine's blocks. What is damaged counts as missing. The caller owns the
+    blocks and holds them until the call has ended on the agent, as with Pull.
+
+    Errors:
+      INVALID_ARGUMENT  block ids are out of range or differ in number from the keys
+      ABORTED           the engine is not attached here
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.GetStatsRequest, _kv_transfer_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Reports what is attached and what was moved."""
@@ -174,6 +208,35 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           ABORTED  the engine is not attached here
+        """
+
+    @_abc_1.abstractmethod
+    def StoreBlocks(
+        self,
+        request: _kv_transfer_pb2.StoreBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_transfer_pb2.StoreBlocksResponse, _abc.Awaitable[_kv_transfer_pb2.StoreBlocksResponse]]:
+        """Copies full blocks of an attached engine into the colder tiers, host memory and
+        then disk, under their content keys. Those that are there already, or that the
+        engine has reused meanwhile, are left out.
+
+        Errors:
+          ABORTED  the engine is not attached here
+        """
+
+    @_abc_1.abstractmethod
+    def LoadBlocks(
+        self,
+        request: _kv_transfer_pb2.LoadBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kv_transfer_pb2.LoadBlocksResponse, _abc.Awaitable[_kv_transfer_pb2.LoadBlocksResponse]]:
+        """Copies the longest run of leading keys that the colder tiers have into an
+        attached engine's blocks. What is damaged counts as missing. The caller owns the
+        blocks and holds them until the call has ended on the agent, as with Pull.
+
+        Errors:
+          INVALID_ARGUMENT  block ids are out of range or differ in number from the keys
+          ABORTED           the engine is not attached here
         """
 
     @_abc_1.abstractmethod

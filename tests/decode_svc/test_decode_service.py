@@ -97,6 +97,22 @@ async def test_local_request_streams_tokens_and_then_its_end(
     )
 
 
+async def test_first_tokens_say_what_was_cached_for_callers_who_leave_early(
+    stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    events = aiter(stub.Decode(decode_request(prompt=PROMPT), timeout=5))
+    run = await engine.next_run()
+
+    run.first_token(1, num_cached_tokens=0)
+    first = await anext(events)
+    run.finish(2)
+    second, _ = [event async for event in events]
+
+    assert first.HasField("num_cached_tokens")
+    assert first.num_cached_tokens == 0
+    assert not second.HasField("num_cached_tokens")
+
+
 async def test_tokens_that_are_there_together_come_in_one_message(
     stub: Stub, engine: ScriptedEngineLoop
 ) -> None:

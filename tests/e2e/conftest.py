@@ -32,10 +32,14 @@ def mesh(
     model_home: Path,
     collector: tuple[Collector, str],
 ) -> Iterator[RunningMesh]:
-    """One prefill worker and two decode workers, traced."""
+    """One prefill worker and two decode workers, traced; every request sees both kinds."""
     home = tmp_path_factory.mktemp("mesh")
     running = start_mesh(
-        home, model_home, "--decode", "2", "--otlp-endpoint", collector[1], "--log-level", "INFO"
+        home,
+        model_home,
+        *("--decode", "2"),
+        *("--set", "scheduler.mode=disaggregated"),
+        *("--otlp-endpoint", collector[1]),
     )
     yield running
     pdmesh(home, "down")

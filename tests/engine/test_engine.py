@@ -141,6 +141,8 @@ def test_a_repeated_prompt_gives_the_cold_result_whatever_its_length(length: int
     for outputs in runs:
         assert token_ids_of(outputs) == naive_generate(prompt_of(length), GREEDY)
     assert [outputs[-1].num_cached_tokens for outputs in runs[1:]] == [(length - 1) // 4 * 4] * 2
+    # The first token tells already.
+    assert all(outputs[0].num_cached_tokens == outputs[-1].num_cached_tokens for outputs in runs)
     assert token_ids_of(extended) == naive_generate(longer, GREEDY)
     assert extended[-1].num_cached_tokens >= length // 4 * 4
 

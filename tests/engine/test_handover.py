@@ -183,3 +183,17 @@ def test_stored_blocks_are_announced_with_their_places_and_generations() -> None
     [events] = announced
     assert tuple(events.block_ids) == first.held_block_ids[:2]
     assert tuple(events.generations) == first.held_block_generations[:2]
+
+
+def test_a_request_that_does_not_wait_for_its_answer_any_more_computes_in_other_blocks() -> None:
+    # KV-21
+    engine = make_engine()
+    wanted = wanted_of(engine, Request("r", prompt_of(18), GREEDY, tiered_kv=True))
+
+    engine.remote_kv_late("r")
+    outputs = run_to_end(engine)["r"]
+
+    assert token_ids_of(outputs) == naive_generate(prompt_of(18), GREEDY)
+    assert engine.load().num_free_blocks == engine.num_blocks - len(wanted.block_ids) - 1
+    assert not engine.tiered_kv_done("r", 2)
+    assert is_idle(engine)

@@ -7,8 +7,11 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pytest_asyncio import is_async_test
 
+from mesh import telemetry
 from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, run_gateway
 
@@ -53,3 +56,12 @@ def mesh(shared_mesh: FakeMesh) -> Iterator[FakeMesh]:
     shared_mesh.reset()
     yield shared_mesh
     shared_mesh.reset()
+
+
+@pytest.fixture
+def spans() -> Iterator[InMemorySpanExporter]:
+    """The spans that end during the test."""
+    exporter = InMemorySpanExporter()
+    telemetry.start_tracing("gateway", SimpleSpanProcessor(exporter))
+    yield exporter
+    telemetry.shutdown()

@@ -318,6 +318,16 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
     def reset(self) -> None:
         super().reset()
         self.requests: list[prefill_pb2.PrefillRequest] = []
+        # Hand out a handle before the prompt is computed, and go on when the gate is open.
+        self.is_chunked = False
+        self.finish_gate = asyncio.Event()
+        self.finish_gate.set()
+
+    async def WatchKv(
+        self, request: prefill_pb2.WatchKvRequest, context: Context
+    ) -> AsyncGenerator[prefill_pb2.WatchKvResponse, None]:
+        await self.finish_gate.wait()
+        yield prefill_pb2.WatchKvResponse()
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
@@ -327,16 +337,23 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
         try:
             if self.start_gate is not None:
                 await self.start_gate.wait()
-            yield prefill_pb2.PrefillResponse(
-                progress=prefill_pb2.PrefillProgress(
-                    num_computed_tokens=len(request.prompt_token_ids)
-                )
+            progress = prefill_pb2.PrefillProgress(
+                num_computed_tokens=len(request.prompt_token_ids)
             )
+            if self.is_chunked:
+                progress.kv_handle.CopyFrom(self._hold(request))
+            yield prefill_pb2.PrefillResponse(progress=progress)
+            try:
+                await self.finish_gate.wait()
+            except BaseException:
+                self.held.discard(progress.kv_handle.handle_id)
+                raise
             if (fault := self.take_fault()) is not None:
+                self.held.discard(progress.kv_handle.handle_id)
                 await act_out(fault, context)
                 return
             await self.step()
-            finished = self._finish(request)
+            finished = self._finish(request, progress)
             try:
                 yield prefill_pb2.PrefillResponse(finished=finished)
             except BaseException:
@@ -367,28 +384,34 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
     ) -> prefill_pb2.PrefillServiceGetLoadResponse:
         return prefill_pb2.PrefillServiceGetLoadResponse()
 
-    def _finish(self, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillFinished:
+    def _hold(self, request: prefill_pb2.PrefillRequest) -> types_pb2.KvHandle:
+        self.num_handles += 1
+        handle_id = f"{request.request_id}/{self.num_handles}"
+        self.held.add(handle_id)
+        return types_pb2.KvHandle(handle_id=handle_id, holder_address=self.address)
+
+    def _finish(
+        self, request: prefill_pb2.PrefillRequest, progress: prefill_pb2.PrefillProgress
+    ) -> prefill_pb2.PrefillFinished:
         params, outputs = request.sampling_params, list(request.output_token_ids)
         outputs.append(self.model.next_token(request.prompt_token_ids, outputs))
         finished = prefill_pb2.PrefillFinished(
             first_token=chunk(outputs[-1], params),
             num_cached_tokens=self.num_cached_tokens,
             timings=[
-                types_pb2.StageTiming(stage=types_pb2.STAGE_PREFILL_WAIT, duration_ms=0.25),
-                types_pb2.StageTiming(stage=types_pb2.STAGE_PREFILL_COMPUTE, duration_ms=2.0),
+                types_pb2.StageTiming(stage=types_pb2.STAGE_PREFILL_WAIT, duration_ms=0.03125),
+                types_pb2.StageTiming(stage=types_pb2.STAGE_PREFILL_COMPUTE, duration_ms=0.125),
             ],
         )
         ended = ending(params, outputs)
         if ended is not None:
+            self.held.discard(progress.kv_handle.handle_id)
             finished.finish_reason = ended[0]
             if ended[1] is not None:
                 finished.matched_stop_token_id = ended[1]
             return finished
-        self.num_handles += 1
-        handle_id = f"{request.request_id}/{self.num_handles}"
-        self.held.add(handle_id)
-        finished.kv_handle.handle_id = handle_id
-        finished.kv_handle.holder_address = self.address
+        is_known = progress.HasField("kv_handle")
+        finished.kv_handle.CopyFrom(progress.kv_handle if is_known else self._hold(request))
         return finished
 
 
@@ -428,6 +451,9 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
         params, outputs = request.sampling_params, list(request.output_token_ids)
         num_produced = 0
         ended = None
+        if request.awaits_first_token:
+            await self._prefill.finish_gate.wait()
+            outputs.append(self.model.next_token(request.prompt_token_ids, outputs))
         while ended is None:
             if fault is not None and num_produced == fault.after:
                 await act_out(fault, context)
@@ -436,7 +462,10 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
                 self._prefill.held.discard(request.kv_handle.handle_id)
             await self.step()
             outputs.append(self.model.next_token(request.prompt_token_ids, outputs))
-            yield decode_pb2.DecodeResponse(tokens=chunk(outputs[-1], params))
+            yield decode_pb2.DecodeResponse(
+                tokens=chunk(outputs[-1], params),
+                num_cached_tokens=self.num_cached_tokens if num_produced == 0 else None,
+            )
             num_produced += 1
             ended = ending(params, outputs)
         if fault is not None and num_produced == fault.after:
@@ -451,8 +480,8 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
             finish_reason=ended[0],
             num_cached_tokens=self.num_cached_tokens,
             timings=[
-                types_pb2.StageTiming(stage=types_pb2.STAGE_KV_TRANSFER, duration_ms=0.5),
-                types_pb2.StageTiming(stage=types_pb2.STAGE_DECODE_STEPS, duration_ms=4.0),
+                types_pb2.StageTiming(stage=types_pb2.STAGE_KV_TRANSFER, duration_ms=0.0625),
+                types_pb2.StageTiming(stage=types_pb2.STAGE_DECODE_STEPS, duration_ms=0.25),
             ],
         )
         if ended[1] is not None:

@@ -38,7 +38,8 @@ async def test_frozen_service_is_answered_when_the_requests_time_is_up(
 
     assert response.status_code == 504
     assert response.json()["error"]["code"] == "timeout"
-    assert 0.3 < elapsed_s < 3
+    # Every other bound that could end the wait is 20 s or more.
+    assert 0.3 < elapsed_s < 10
 
 
 async def test_each_hop_gets_less_time_than_the_one_before() -> None:

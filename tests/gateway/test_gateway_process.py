@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -189,3 +190,40 @@ async def test_taken_port_is_a_failure_at_the_start(mesh: FakeMesh, taken: str) 
 def _is_refused(host: str, port: int) -> bool:
     with socket.socket() as sock:
         return sock.connect_ex((host, port)) != 0
+
+
+async def test_sighup_reads_the_rules_again(mesh: FakeMesh, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules: [{default: {max_tokens: 3}}]")
+    settings = {"PDMESH_RULES_PATH": str(rules), "PDMESH_RULES_CHECK_INTERVAL_S": "3600"}
+    async with (
+        start(mesh, **settings) as gateway,
+        httpx.AsyncClient(base_url=gateway.url) as http,
+    ):
+        before = await http.post(CHAT, json=chat())
+        rules.write_text("rules: [{default: {max_tokens: 4}}]")
+        gateway.process.send_signal(signal.SIGHUP)
+        await eventually(lambda: any(one["message"] == "rules loaded" for one in gateway.lines))
+        after = await http.post(CHAT, json=chat())
+
+    answers = [one.json()["choices"][0]["message"]["content"] for one in (before, after)]
+    assert answers == [HELLO[:3], HELLO[:4]]
+
+
+async def test_invalid_rules_end_the_start_with_every_problem(tmp_path: Path) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules:\n  - dorp: a\n  - clamp: {n: {max: no}}\n")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gateway"),
+        env=os.environ | {"PDMESH_RULES_PATH": str(rules)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+    _, stderr = await process.communicate()
+
+    assert process.returncode == 2
+    lines = stderr.decode().splitlines()
+    assert lines[0] == "gateway: the rules file is invalid"
+    assert lines[1].startswith(f"{rules}:2: ")
+    assert any(line.startswith(f"{rules}:3: ") for line in lines)

@@ -222,17 +222,30 @@ async def test_cached_tokens_are_those_of_the_first_prefill(
     assert usage["prompt_tokens_details"] == {"cached_tokens": 7}
 
 
-async def test_cached_tokens_never_exceed_the_prompt(
+async def test_cached_tokens_are_those_of_the_worker_that_began(
     http: httpx.AsyncClient, mesh: FakeMesh
 ) -> None:
     # The second worker finds the prompt and the output so far in its cache.
     mesh.scheduler.local = True
     mesh.decode.faults = [Fault(after=8, error=WorkerUnavailable("gone"))]
+    mesh.decode.num_cached_tokens = 3
     mesh.decodes[1].num_cached_tokens = 16
 
     _, usage, _ = await ask(http)
 
-    assert usage["prompt_tokens_details"] == {"cached_tokens": usage["prompt_tokens"]}
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+async def test_cached_tokens_are_known_when_a_stop_string_ends_the_answer(
+    http: httpx.AsyncClient, mesh: FakeMesh
+) -> None:
+    mesh.scheduler.local = True
+    mesh.decode.num_cached_tokens = 3
+
+    text, usage, _ = await ask(http, stop="wor")
+
+    assert text == "Hello, "
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
 async def test_resumed_request_waits_for_room_instead_of_giving_up(

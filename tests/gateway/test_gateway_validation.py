@@ -467,7 +467,9 @@ async def test_choices_have_their_own_seeds_and_count_the_prompt_once(
     assert mesh.tokenizer.num_encodes == 2
     assert seeds[0] == 5
     assert len(set(seeds)) == 3
-    assert [request.sampling_params.seed for request in mesh.prefill.requests[3:]] == seeds
+    # The siblings of the first may overtake each other.
+    again = [request.sampling_params.seed for request in mesh.prefill.requests[3:]]
+    assert sorted(again) == sorted(seeds)
     assert payloads.count("[DONE]") == 1
     finished = [
         choice["index"]

@@ -7,6 +7,8 @@ import pytest
 from gateway.rules.loader import RulesInvalid, load, parse
 from gateway.rules.model import RuleSet
 
+ROOT = Path(__file__).parents[2]
+
 
 def problems(text: str) -> list[tuple[int, str]]:
     with pytest.raises(RulesInvalid) as caught:
@@ -131,3 +133,12 @@ def test_missing_and_undecodable_files_are_problems(tmp_path: Path) -> None:
     for name, message in (("none.yaml", "No such file"), ("latin.yaml", "not UTF-8")):
         with pytest.raises(RulesInvalid, match=message):
             load(tmp_path / name)
+
+
+def test_rules_that_we_publish_are_valid() -> None:
+    blocks = (ROOT / "docs" / "rules.md").read_text().split("```yaml\n")[1:]
+    whole_file, condition = (block.partition("```")[0] for block in blocks)
+
+    assert len(parse(whole_file).rules) == 3
+    assert parse(f"rules:\n- drop: a\n  {condition.replace(chr(10), chr(10) + '  ')}").rules
+    assert load(ROOT / "deploy" / "openresty" / "rules.yaml").forward_headers

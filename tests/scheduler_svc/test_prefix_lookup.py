@@ -1,13 +1,17 @@
 """Prefix lookup: which keys are asked for, and what happens without an answer."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from mesh.block_index import machine_holder_id
 from mesh.block_keys import BlockKeys
-from scheduler_svc.prefix_lookup import BlockLayout, IndexLookup, PrefixQuery
+from scheduler_svc.predicted_blocks import PredictedBlocks
+from scheduler_svc.prefix_lookup import BlockLayout, IndexLookup, LocalLookup, PrefixQuery
 from scheduler_svc.workers import PrefixHit
+from tests.fakes import FakeClock
 
 LAYOUT = BlockLayout("f1", 4)
 
@@ -158,3 +162,80 @@ async def test_cancelled_lookup_is_not_taken_for_an_outage() -> None:
 
     assert asking.cancelled()
     assert index.num_asked == 2
+
+
+class PaperReplica:
+    """A local copy that has what a test says."""
+
+    def __init__(self, found: dict[str, PrefixHit]) -> None:
+        self.found = found
+        self.is_ready = True
+        self.asked: list[list[bytes]] = []
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> dict[str, PrefixHit]:
+        self.asked.append(list(keys))
+        return self.found
+
+
+TOKEN_IDS = list(range(20))
+
+
+def make_lookup(
+    replica: PaperReplica, index: FakeIndex | None = None, clock: FakeClock | None = None
+) -> LocalLookup:
+    predicted = PredictedBlocks(ttl_s=5, clock=clock or FakeClock())
+    return LocalLookup({"smol": replica}, IndexLookup(index or FakeIndex()), predicted)
+
+
+async def test_local_copy_answers_and_redis_is_not_asked() -> None:
+    replica, index = PaperReplica({"p0@1": PrefixHit(2, 1)}), FakeIndex()
+
+    hits = await make_lookup(replica, index).hits(make_query(TOKEN_IDS))
+
+    assert hits == {"p0@1": PrefixHit(2, 1)}
+    assert replica.asked == [BlockKeys("f1").chain(TOKEN_IDS[:-1], 4)]
+    assert index.asked == []
+
+
+async def test_index_is_asked_while_there_is_no_copy_yet() -> None:
+    replica = PaperReplica({})
+    replica.is_ready = False
+    index = FakeIndex(BlockKeys("f1").chain(TOKEN_IDS[:8], 4))
+    lookup = make_lookup(replica, index)
+
+    hits = await lookup.hits(make_query(TOKEN_IDS))
+    assert hits == {"p0@1": PrefixHit(2)}
+    assert lookup.latest(make_query(TOKEN_IDS), hits) == hits
+
+
+async def test_second_request_of_a_burst_finds_where_the_first_one_went() -> None:
+    clock = FakeClock()
+    lookup = make_lookup(PaperReplica({"p1@1": PrefixHit(1)}), clock=clock)
+    query = make_query(TOKEN_IDS)
+
+    lookup.placed(query, ["p1@1", "d0@1"])
+
+    expected = {"p1@1": PrefixHit(4), "d0@1": PrefixHit(4)}
+    assert await lookup.hits(query) == expected
+    assert lookup.latest(query, {}) == expected
+    assert await lookup.hits(make_query([*TOKEN_IDS[:9], 99, 99])) == {
+        "p1@1": PrefixHit(2),
+        "d0@1": PrefixHit(2),
+    }
+    clock.advance(5)
+    assert await lookup.hits(query) == {"p1@1": PrefixHit(1)}
+
+
+async def test_tiers_of_a_machine_go_by_its_address() -> None:
+    machine = machine_holder_id("10.0.0.1:7000")
+    replica = PaperReplica(
+        {
+            f"{machine}@old": PrefixHit(0, 1),
+            f"{machine}@new": PrefixHit(0, 2, 2),
+            "p0@1": PrefixHit(1),
+        }
+    )
+
+    hits = await make_lookup(replica).hits(make_query(TOKEN_IDS))
+
+    assert hits == {"10.0.0.1:7000": PrefixHit(0, 2, 2), "p0@1": PrefixHit(1)}

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from mesh import metrics
 from mesh.block_keys import BlockKeys
 from mesh.client import connect
 from mesh.ports import find_free_ports
@@ -117,7 +118,7 @@ async def test_requests_are_placed_while_redis_hangs_and_by_prefix_again_after_i
     ):
         keys = BlockKeys("f1").chain(TOKEN_IDS, 16)
         await index.publish("smol", "p1", "1", keys, [])
-        await until(partial(_is_placed_by_prefix, scheduler))
+        await until(partial(_is_copied, len(keys)))
 
         redis_proxy.is_black_hole = True
         waits_s = []
@@ -138,6 +139,12 @@ async def test_requests_are_placed_while_redis_hangs_and_by_prefix_again_after_i
 async def _is_placed_by_prefix(scheduler: Scheduler, salt: str = "") -> bool:
     prefill = (await placed(scheduler, salt)).decision.prefill
     return prefill is not None and prefill.num_cached_tokens > 0
+
+
+async def _is_copied(num_blocks: int) -> bool:
+    """Whether the scheduler has a local copy of the index."""
+    lines = metrics.render()[0].decode().splitlines()
+    return f"pdmesh_scheduler_indexed_blocks {num_blocks}.0" in lines
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:

@@ -434,3 +434,60 @@ def test_every_decision_is_one_that_its_workers_can_carry_out(
         assert facts.num_prompt_tokens < worker.num_blocks * worker.block_size
     computing = decision.prefill or decision.decode
     assert computing.charge.prefill_tokens == facts.num_prompt_tokens - computing.num_cached_tokens
+
+
+def test_colder_tiers_of_the_machine_attract_all_its_workers() -> None:
+    near = make_worker("p0", Role.PREFILL, transfer_address="here:1")
+    far = make_worker("p1", Role.PREFILL, transfer_address="there:1")
+    hits = {"here:1": PrefixHit(0, 4, 2), "p0@1": PrefixHit(2)}
+
+    decision = must_decide([near, far, DECODE], hits=hits)
+
+    assert decision.prefill is not None
+    assert decision.prefill.worker.worker_id == "p0"
+    assert decision.prefill.num_cached_tokens == 6 * 16
+    # What has to be fetched takes room on the device.
+    assert decision.prefill.charge.blocks == 10 - 2
+
+
+@given(device=st.integers(0, 9), host=st.integers(0, 9), disk=st.integers(0, 9))
+def test_extending_a_hit_counts_each_block_once(device: int, host: int, disk: int) -> None:
+    extended = PrefixHit(device).extended(PrefixHit(0, host, disk))
+
+    assert extended.device_blocks == device
+    assert extended.num_blocks == max(device, host + disk)
+    assert extended.disk_blocks <= disk
+
+
+def test_burst_of_one_hot_prefix_is_copied_to_more_workers_as_its_holder_falls_behind() -> None:
+    workers = [make_worker(f"p{n}", Role.PREFILL, num_blocks=10_000) for n in range(4)]
+    decode = make_worker("d0", num_blocks=10_000)
+    settings = PlacementSettings(max_num_seqs=1000)
+    charged = {worker.holder_id: ActiveLoad() for worker in workers}
+    hits = {"p0@1": PrefixHit(9)}
+    chosen: list[str] = []
+    for seed in range(60):
+        views = [replace(worker, charged=charged[worker.holder_id]) for worker in workers]
+        decision = must_decide([*views, decode], make_facts(160), dict(hits), settings, seed)
+        assert decision.prefill is not None
+        holder_id = decision.prefill.worker.holder_id
+        charged[holder_id] = charged[holder_id] + decision.prefill.charge
+        hits[holder_id] = PrefixHit(9)
+        chosen.append(holder_id)
+
+    # First where it is, then everywhere.
+    assert chosen[0] == "p0@1"
+    assert set(chosen[:3]) == {"p0@1"}
+    assert set(chosen) == {f"p{n}@1" for n in range(4)}
+
+
+def test_prefix_has_no_pull_beyond_the_balancing_threshold() -> None:
+    weights = CostWeights(credit_decay=0.0, kvcache_balancing_threshold=2.0)
+    behind = make_worker("p0", Role.PREFILL, charged=ActiveLoad(3, 330, 0))
+    facts = make_facts(160)
+
+    pulled = prefill_cost(Candidate(behind, PrefixHit(9)), facts, 20, weights)
+    not_pulled = prefill_cost(Candidate(behind, PrefixHit(9)), facts, 0, weights)
+
+    assert not_pulled == pytest.approx(330 / 16 + 10)
+    assert pulled == pytest.approx(330 / 16 + 10 - 9)

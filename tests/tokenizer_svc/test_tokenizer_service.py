@@ -575,7 +575,7 @@ async def test_encoding_is_a_child_of_the_callers_span(stub: Stub, spans: EndedS
     assert encoding.parent is not None
     assert encoding.parent.span_id == caller.get_span_context().span_id
     assert encoding.attributes is not None
-    assert encoding.attributes["gen_ai.usage.input_tokens"] == 31
+    assert encoding.attributes["pdmesh.num_prompt_tokens"] == 31
 
 
 async def test_each_sequence_is_a_span_in_its_own_trace_that_ends_before_its_last_answer(

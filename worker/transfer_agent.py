@@ -1,7 +1,9 @@
-"""The KV transfer agent as a decode worker sees it: pulls, and whether any may still write."""
+"""The KV transfer agent as a worker sees it: copies, and whether any may still write."""
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 
@@ -42,12 +44,23 @@ class TransferAgent:
     async def pull(
         self, request: kv_transfer_pb2.PullRequest, timeout_s: float
     ) -> kv_transfer_pb2.PullResponse:
-        """Copy blocks; raises PullFailed."""
-        try:
+        """Copy blocks from another engine; raises PullFailed."""
+        with _pull_errors():
             return await self._stub.Pull(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
-            raise PullFailed(reason, may_still_write=error.code() in _AMBIGUOUS) from error
+
+    async def load(
+        self, request: kv_transfer_pb2.LoadBlocksRequest, timeout_s: float
+    ) -> kv_transfer_pb2.LoadBlocksResponse:
+        """Copy blocks from the colder tiers; raises PullFailed."""
+        with _pull_errors():
+            return await self._stub.LoadBlocks(request, timeout=timeout_s)
+
+    async def store(
+        self, request: kv_transfer_pb2.StoreBlocksRequest, timeout_s: float
+    ) -> kv_transfer_pb2.StoreBlocksResponse:
+        """Copy blocks to the colder tiers, which only reads them; raises PullFailed."""
+        with _pull_errors():
+            return await self._stub.StoreBlocks(request, timeout=timeout_s)
 
     async def wait_until_quiet(self) -> None:
         """Until no copy that was asked for before can write any more.
@@ -93,3 +106,12 @@ class TransferAgent:
             return False
         writer.close()
         return False
+
+
+@contextmanager
+def _pull_errors() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        reason = f"{error.code().name}: {error.details()}"
+        raise PullFailed(reason, may_still_write=error.code() in _AMBIGUOUS) from error

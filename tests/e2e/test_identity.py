@@ -1,0 +1,195 @@
+"""The stages of a request are all of its time: alone, among sixteen streams, and on the wire."""
+
+import asyncio
+import json
+import re
+import time
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from mesh.spans import SPANS
+from mesh.v1 import inference_pb2, inference_pb2_grpc
+from tests.e2e.harness import MODEL, Collector, RunningMesh
+
+NUM_STREAMS = 16
+PROMPT = "Where did the time of this request go, stage by stage? "
+
+
+def bodies(number: int) -> dict[str, Any]:
+    """Of all sorts: short and long prompts, whole and streamed, stopped early, two choices."""
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": f"{number}: " + PROMPT * (1 + number % 5 * 6),
+        "max_tokens": 16,
+        "temperature": 0.7,
+        "seed": number,
+        "stream": number % 3 > 0,
+        "ignore_eos": True,
+    }
+    if number % 8 == 5:
+        body["stop"] = ["e"]
+    if number % 8 == 6:
+        body["n"] = 2
+    return body
+
+
+async def finished(mesh: RunningMesh, http: httpx.AsyncClient, number: int) -> dict[str, Any]:
+    """One request's account by the gateway, and how long its client waited."""
+    started = time.perf_counter()
+    client_id = f"identity-{number}-{started}"
+    headers = {"x-request-id": client_id}
+    response = await http.post("/v1/completions", json=bodies(number), headers=headers)
+    client_ms = (time.perf_counter() - started) * 1000
+    assert response.status_code == 200, response.text
+    account: dict[str, Any] = (await http.get(f"/dashboard/api/requests/{client_id}")).json()
+    return {**account, "client_ms": client_ms}
+
+
+async def test_the_stages_add_up_to_the_whole_under_sixteen_streams(mesh: RunningMesh) -> None:
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=120) as http:
+        requests = (finished(mesh, http, number) for number in range(2 * NUM_STREAMS))
+        accounts = await asyncio.gather(*requests)
+
+    assert "disaggregated" in {account["mode"] for account in accounts}
+    for account in accounts:
+        total_ms, stages_ms = account["total_ms"], account["stages_ms"]
+        residual_ms = abs(total_ms - sum(stages_ms.values()))
+        assert residual_ms < max(1.0, 0.02 * total_ms), account
+        assert total_ms <= account["client_ms"]
+        # What workers claim beyond their calls' time was beside the critical path, and
+        # little where no KV moves ahead of the first token.
+        if account["mode"] == "local":
+            assert account["overlap_ms"] < max(1.0, 0.02 * total_ms), account
+        assert {"network", "rules", "tokenize", "queue", "prefill_compute"} <= set(stages_ms)
+        ends_ms = 0.0
+        for segment in account["segments"]:
+            assert segment["start_ms"] == pytest.approx(ends_ms, abs=0.02)
+            ends_ms = segment["start_ms"] + segment["ms"]
+        assert ends_ms == pytest.approx(total_ms, abs=0.02)
+    # A name for everything is worth little if the name is always the same.
+    named = sum(account["total_ms"] - account["stages_ms"]["network"] for account in accounts)
+    assert named > 0.7 * sum(account["total_ms"] for account in accounts)
+
+
+async def test_the_log_line_tells_the_same_story(mesh: RunningMesh) -> None:
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=120) as http:
+        account = await finished(mesh, http, 1)
+
+    log = (mesh.home / "logs" / "gateway-0.log").read_text()
+    [line] = [json.loads(one) for one in log.splitlines() if account["request_id"] in one]
+    assert line["stages_ms"] == account["stages_ms"]
+    assert line["total_ms"] == account["total_ms"]
+    assert line["batch_size"] >= 1
+    assert 0 < line["kv_cache_usage"] <= 1
+    assert line["preemptions"] == 0
+    assert line["ttft_ms"] > 0
+    assert line["tpot_ms"] > 0
+
+
+async def test_an_internal_caller_gets_every_stage_with_the_last_message(
+    mesh: RunningMesh,
+) -> None:
+    request = inference_pb2.GenerateRequest(model=MODEL, text=PROMPT * 12)
+    request.sampling_params.max_tokens = 12
+    async with grpc.aio.insecure_channel(mesh.status()["grpc_address"]) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        started = time.perf_counter()
+        async for event in stub.Generate(request, timeout=60):
+            last = event
+        client_ms = (time.perf_counter() - started) * 1000
+
+    total_ms = sum(timing.duration_ms for timing in last.finished.timings)
+    assert 0.5 * client_ms < total_ms <= client_ms
+
+
+async def test_server_timing_covers_the_wait_for_the_first_token(mesh: RunningMesh) -> None:
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=60) as http:
+        body = {"model": MODEL, "prompt": PROMPT * 9, "max_tokens": 8, "stream": True}
+        started = time.perf_counter()
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            waited_ms = (time.perf_counter() - started) * 1000
+            await response.aread()
+
+    parts = dict(part.split(";dur=") for part in response.headers["server-timing"].split(", "))
+    assert {"tokenize", "queue", "prefill_compute", "network"} <= set(parts)
+    told_ms = sum(map(float, parts.values()))
+    assert 0.5 * waited_ms < told_ms <= waited_ms
+
+
+async def test_each_of_sixteen_streams_is_one_trace_from_the_edge_to_the_copy_of_the_kv(
+    mesh: RunningMesh, collector: tuple[Collector, str]
+) -> None:
+    # OB-04
+    trace_ids = [f"{number + 1:032x}" for number in range(NUM_STREAMS)]
+
+    async def ask(http: httpx.AsyncClient, number: int) -> None:
+        headers = {"traceparent": f"00-{trace_ids[number]}-b7ad6b7169203331-01"}
+        body = {**bodies(number), "prompt": f"traced {number}: " + PROMPT * 6, "stop": None}
+        response = await http.post("/v1/completions", json=body, headers=headers)
+        assert response.status_code == 200
+
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=120) as http:
+        await asyncio.gather(*(ask(http, number) for number in range(NUM_STREAMS)))
+
+    wanted = {"gateway.request", "gateway.attempt", "tokenizer.encode", "scheduler.place"}
+    wanted |= {"prefill.run", "decode.run", "kv.pull", "tokenizer.detokenize"}
+    names: dict[str, set[str]] = {trace_id: set() for trace_id in trace_ids}
+    linked: set[str] = set()
+    while any(not wanted <= found for found in names.values()) or not linked & set(trace_ids):
+        service, span = await asyncio.to_thread(collector[0].spans.get, timeout=20)
+        check_is_documented(service, span)
+        if span.trace_id.hex() in names:
+            names[span.trace_id.hex()].add(span.name)
+        if span.name == "engine.step":
+            linked |= {link.trace_id.hex() for link in span.links}
+
+
+def check_is_documented(service: str, span: Span) -> None:
+    [described] = [one for one in SPANS if one.name == span.name]
+    assert service in described.service
+    patterns = [re.sub("<.*>", ".+", re.escape(one)) for one in described.attributes]
+    for attribute in span.attributes:
+        assert any(re.fullmatch(one, attribute.key) for one in patterns), attribute.key
+    assert {event.name for event in span.events} <= {*described.events, "exception"}
+
+
+def metric(url: str, name: str) -> float:
+    text = httpx.get(f"http://{url}/metrics").text
+    lines = [line for line in text.splitlines() if line.startswith(name + " ")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def test_every_service_has_metrics_and_its_gauges_return_to_nothing_after_aborts(
+    mesh: RunningMesh,
+) -> None:
+    with httpx.Client(base_url=mesh.url, timeout=60) as http:
+        for number in range(6):
+            body = {**bodies(number), "stream": True, "max_tokens": 200}
+            with http.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_raw())
+    services = [one for one in mesh.status()["services"] if not one["name"].startswith("redis")]
+    addresses = {one["name"]: one["metrics_address"] for one in services}
+    busy = [
+        ("gateway-0", "pdmesh_gateway_streams"),
+        ("scheduler-0", "pdmesh_scheduler_placements"),
+        ("scheduler-0", "pdmesh_scheduler_queued"),
+        ("tokenizer-0", "pdmesh_tokenizer_sequences"),
+        *(
+            (name, f"pdmesh_{gauge}")
+            for name in addresses
+            if name.startswith(("prefill", "decode"))
+            for gauge in ("engine_running", "engine_waiting", "kv_cache_leases", "kv_cache_usage")
+        ),
+    ]
+    # Time limits bound the wait.
+    while any(metric(addresses[service], name) for service, name in busy):
+        time.sleep(0.05)
+
+    assert metric(addresses["kv_transfer-0"], "pdmesh_kv_transfer_segments") == 3
+    assert metric(addresses["scheduler-0"], 'pdmesh_scheduler_workers{role="decode"}') == 2
+    for service, address in addresses.items():
+        assert "# TYPE" in httpx.get(f"http://{address}/metrics").text, service

@@ -1,0 +1,74 @@
+"""Over the whole mesh, disaggregated and local, the tokens are those of `transformers`."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+import grpc
+import pytest
+from tokenizers import Tokenizer
+
+from mesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from quality.prompts import VARIED_PROMPTS
+from tests.e2e.harness import MODEL, RunningMesh, pdmesh, start_mesh
+from tests.oracle import Oracle
+
+pytestmark = pytest.mark.timeout(300)
+
+NUM_TOKENS = 100
+AT_ONCE = 16
+EXACT = ["--dtype", "float32"]
+EXACT += ["--set", "prefill.quantization=none", "--set", "decode.quantization=none"]
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_path: Path) -> dict[str, list[int]]:
+    tokenizer = Tokenizer.from_file(str(smollm2_path / "tokenizer.json"))
+    return {text[:20]: tokenizer.encode(text).ids for text in VARIED_PROMPTS}
+
+
+async def generate_all(mesh: RunningMesh, prompts: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Greedy tokens of every prompt, `AT_ONCE` requests in flight."""
+    turn = asyncio.Semaphore(AT_ONCE)
+    async with grpc.aio.insecure_channel(mesh.status()["grpc_address"]) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        async def generate(token_ids: list[int]) -> list[int]:
+            request = inference_pb2.GenerateRequest(
+                model=MODEL,
+                prompt_token_ids=types_pb2.TokenSequence(token_ids=token_ids),
+                sampling_params=types_pb2.SamplingParams(
+                    max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True
+                ),
+            )
+            async with turn:
+                events = [event async for event in stub.Generate(request, timeout=240)]
+            return [token for event in events for token in event.delta.tokens.token_ids]
+
+        answers = await asyncio.gather(*(generate(ids) for ids in prompts.values()))
+    return dict(zip(prompts, answers, strict=True))
+
+
+async def test_both_modes_give_the_tokens_of_transformers(
+    tmp_path: Path,
+    model_home: Path,
+    smollm2_path: Path,
+    prompts: Mapping[str, list[int]],
+) -> None:
+    answers: dict[str, dict[str, list[int]]] = {}
+    for mode in ("disaggregated", "local"):
+        arguments = (*EXACT, "--set", f"scheduler.mode={mode}")
+        mesh = await asyncio.to_thread(start_mesh, tmp_path / mode, model_home, *arguments)
+        try:
+            answers[mode] = await generate_all(mesh, prompts)
+            pulls = mesh.services("kv_transfer")[0]["pulls"]
+        finally:
+            await asyncio.to_thread(pdmesh, mesh.home, "down")
+        assert (pulls > 0) == (mode == "disaggregated")
+
+    assert answers["local"] == answers["disaggregated"]
+    oracle = Oracle(smollm2_path)
+    for name, output_token_ids in answers["local"].items():
+        expected = oracle.log_probabilities(prompts[name], output_token_ids)
+        assert len(output_token_ids) == NUM_TOKENS
+        assert expected.argmax(-1).tolist() == output_token_ids, name

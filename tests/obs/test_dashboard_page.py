@@ -1,0 +1,131 @@
+"""The page in a real browser, without a network."""
+
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.gateway.fakes import FakeMesh
+from tests.gateway.running import RunningGateway, chat, run_gateway
+from tests.obs.browser import CHROMIUM, DRIVER, Browser, browser
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="make browser installs Chromium"
+)
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RunningGateway]:
+    async with FakeMesh() as mesh, run_gateway(mesh) as running:
+        yield running
+
+
+@pytest.fixture
+async def page(gateway: RunningGateway, tmp_path: Path) -> AsyncIterator[Browser]:
+    async with browser(tmp_path) as made:
+        yield made
+
+
+async def ask(gateway: RunningGateway, times: int = 1) -> None:
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        for number in range(times):
+            headers = {"x-request-id": f"request-{number}"}
+            await client.post(CHAT, json=chat(f"secret {number}"), headers=headers)
+        await client.post(CHAT, json=chat(temperature=9))
+
+
+async def test_requests_appear_while_one_looks_and_open_into_their_stages(
+    gateway: RunningGateway, page: Browser
+) -> None:
+    await page.open(f"{gateway.url}/dashboard")
+    await page.wait_for("document.querySelector('#status').textContent.includes('all well')")
+    await ask(gateway, times=3)
+    await page.wait_for("document.querySelectorAll('tr.request').length === 4")
+
+    await page.click("tr.request:nth-child(2) button")
+    await page.wait_for("document.querySelector('.waterfall')")
+
+    names = await page.run(
+        "return [...document.querySelectorAll('.waterfall > span:nth-child(3n + 1)')]"
+        ".map((one) => one.textContent)"
+    )
+    assert {"rules", "tokenize", "queue", "prefill compute", "decode steps", "write"} <= set(names)
+    lanes = await page.run(
+        "return [...document.querySelectorAll('.waterfall .lane')].map((lane) =>"
+        " [...lane.children].map((one) => [parseFloat(one.style.left), parseFloat(one.style.width)]"
+        "))"
+    )
+    # The request goes from lane to lane, and is in one of them all the time.
+    assert [lane[0][0] for lane in lanes] == sorted(lane[0][0] for lane in lanes)
+    assert sum(width for lane in lanes for _, width in lane) == pytest.approx(100, abs=0.5)
+    pieces = sorted(piece for lane in lanes for piece in lane)
+    for (left, width), (next_left, _) in pairwise(pieces):
+        assert left + width == pytest.approx(next_left, abs=0.1)
+    expanded = "tr.request:nth-child(2) button"
+    assert await page.run(f"return document.querySelector('{expanded}').ariaExpanded") == "true"
+    await page.click(expanded)
+    await page.wait_for("!document.querySelector('.waterfall')")
+    assert "secret" not in await page.run("return document.body.textContent")
+    assert [line for line in await page.console() if "favicon" not in line] == []
+
+
+async def test_failures_can_be_filtered_and_requests_found_by_the_clients_id(
+    gateway: RunningGateway, page: Browser
+) -> None:
+    await ask(gateway, times=2)
+    await page.open(f"{gateway.url}/dashboard")
+    await page.wait_for("document.querySelectorAll('tr.request').length === 3")
+
+    change = "const it = document.getElementById(arguments[0]); it.value = arguments[1];"
+    change += "it.dispatchEvent(new Event('input'))"
+    await page.run(change, "filter", "failed")
+    failed = await page.run("return document.querySelector('tr.request').textContent")
+    await page.run(change, "filter", "all")
+    await page.run(change, "find", "request-1")
+
+    assert "INVALID_REQUEST" in failed
+    assert await page.run("return document.querySelectorAll('tr.request').length") == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_the_page_fits_a_narrow_window_and_is_readable_in_either_scheme(
+    gateway: RunningGateway, page: Browser, scheme: str
+) -> None:
+    await page.resize(360, 740)
+    await page.prefer(scheme)
+    await ask(gateway)
+    await page.open(f"{gateway.url}/dashboard")
+    await page.wait_for("document.querySelectorAll('tr.request').length === 2")
+    await page.click("tr.request:nth-child(2) button")
+    await page.wait_for("document.querySelector('.waterfall')")
+
+    assert await page.run("return document.documentElement.scrollWidth") <= 360
+    colors = await page.run(
+        "const style = getComputedStyle(document.body); return [style.backgroundColor, style.color]"
+    )
+    ground, ink = [sum(map(int, color[4:-1].split(","))) for color in colors]
+    assert (ground > ink) == (scheme == "light")
+    assert abs(ground - ink) > 400
+
+
+async def test_the_page_is_there_within_a_second(gateway: RunningGateway, page: Browser) -> None:
+    await ask(gateway)
+    await page.open(f"{gateway.url}/dashboard")
+    await page.wait_for("document.querySelectorAll('tr.request').length === 2")
+
+    loaded_ms = await page.run("return performance.getEntriesByType('navigation')[0].loadEventEnd;")
+    assert 0 < loaded_ms < 1000
+
+
+async def test_the_page_says_when_the_gateway_is_gone(
+    gateway: RunningGateway, page: Browser
+) -> None:
+    await page.open(f"{gateway.url}/dashboard")
+    await page.wait_for("document.querySelector('#status').textContent.includes('all well')")
+
+    await gateway.rest.stop()
+
+    await page.wait_for("document.querySelector('#status').textContent.includes('no answer')")

@@ -1,0 +1,151 @@
+"""What is shipped for Prometheus, Grafana and the OpenTelemetry Collector fits the code."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mesh import metrics
+from mesh.spans import SPANS
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+PROMETHEUS = DEPLOY / "prometheus"
+RULES: dict[str, Any] = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())
+GRAFANA: dict[str, Any] = json.loads((DEPLOY / "grafana" / "pdmesh.json").read_text())
+# What the shipped configuration adds to every series.
+TARGET_LABELS = {"service", "worker", "instance", "job", "le"}
+
+
+def series() -> dict[str, set[str]]:
+    """The names of all samples, and their labels."""
+    found: dict[str, set[str]] = {}
+    for one in metrics.describe():
+        endings = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"]}
+        for ending in endings.get(one.kind, [""]):
+            name = metrics.prometheus_name(one) + ending
+            found[name] = {label.replace(".", "_") for label in one.labels}
+    return found
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in RULES["groups"] for rule in group["rules"]]
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    for rule in rules():
+        yield rule.get("alert") or rule["record"], rule["expr"]
+    for panel in GRAFANA["panels"]:
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+
+
+@pytest.mark.parametrize(("title", "expression"), list(expressions()))
+def test_every_query_is_of_metrics_and_labels_that_exist(title: str, expression: str) -> None:
+    known = series()
+    recorded = {
+        rule["record"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule
+    }
+    names = set(re.findall(r"\b(?:pdmesh|gen_ai)_\w+(?=[\[{ )]|$)", expression))
+    labels_grouped = set(re.findall(r"\b(?:by|ignoring) \(([^)]*)\)", expression))
+
+    used = {name for name in names if name not in {"gen_ai_request_model"}}
+    assert used or any(record in expression for record in recorded) or "up{" in expression
+    assert used <= set(known)
+    allowed = TARGET_LABELS.union(*(known[name] for name in used))
+    for group in labels_grouped:
+        assert {label.strip() for label in group.split(",")} <= allowed
+    for matched in re.findall(r"\{([^}]*)\}", expression):
+        assert set(re.findall(r"(\w+)\s*[=!]", matched)) <= allowed
+
+
+def test_alerts_cover_what_operators_are_paged_for() -> None:
+    alerts = {
+        rule["alert"] for group in RULES["groups"] for rule in group["rules"] if "alert" in rule
+    }
+
+    assert alerts >= {
+        "PdmeshFirstTokenSlow",
+        "PdmeshErrors",
+        "PdmeshQueue",
+        "PdmeshKvCacheFull",
+        "PdmeshCacheHitRateDropped",
+        "PdmeshLeasesExpire",
+        "PdmeshWorkerStalled",
+        "PdmeshBuffering",
+    }
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="make promtool installs it")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "config", "prometheus.yml"),
+        ("check", "rules", "rules.yml"),
+        ("test", "rules", "rules_test.yml"),
+    ],
+)
+def test_promtool_accepts_the_configuration_and_the_rules_alert_when_they_should(
+    command: tuple[str, ...],
+) -> None:
+    result = subprocess.run(
+        ["promtool", *command], cwd=PROMETHEUS, capture_output=True, text=True, check=False
+    )
+
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    ids = [panel["id"] for panel in GRAFANA["panels"]]
+    assert len(ids) == len(set(ids))
+    assert {variable["name"] for variable in GRAFANA["templating"]["list"]} == {
+        "datasource",
+        "model",
+    }
+    places = [tuple(panel["gridPos"].values()) for panel in GRAFANA["panels"]]
+    assert len(set(places)) == len(places)
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in GRAFANA["panels"])
+
+
+def test_the_collector_keeps_errors_and_slow_requests() -> None:
+    config = yaml.safe_load((DEPLOY / "otel-collector" / "config.yaml").read_text())
+    for pipeline in config["service"]["pipelines"].values():
+        for kind in ("receivers", "processors", "exporters"):
+            assert set(pipeline[kind]) <= set(config[kind])
+    policies = {one["name"]: one for one in config["processors"]["tail_sampling"]["policies"]}
+    described = {attribute for span in SPANS for attribute in span.attributes}
+
+    assert policies["errors"]["status_code"]["status_codes"] == ["ERROR"]
+    assert policies["slow"]["latency"]["threshold_ms"] > 0
+    for policy in policies.values():
+        assert policy["type"] in policy
+        if policy["type"] == "numeric_attribute":
+            key = policy["numeric_attribute"]["key"]
+            assert re.sub(r"stage\.\w+_ms", "stage.<stage>_ms", key) in described
+
+
+def test_the_documentation_names_every_span_that_the_code_starts() -> None:
+    started: set[str] = set()
+    for folder in ("gateway", "worker", "*_svc"):
+        for path in ROOT.glob(f"{folder}/**/*.py"):
+            pattern = r"(?:\bspan|start_span|run_span)\(\s*\"([a-z_.]+)\""
+            started |= set(re.findall(pattern, path.read_text()))
+
+    assert started == {span.name for span in SPANS}
+    names = {span.name for span in SPANS}
+    assert all(span.parent is None or span.parent in names for span in SPANS)
+
+
+def test_the_documentation_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "telemetry.md").read_text()
+
+    for one in metrics.describe():
+        assert f"`{one.name}`" in page
+    for image in re.findall(r"\]\((img/[^)]+)\)", page):
+        assert (ROOT / "docs" / image).stat().st_size > 10_000

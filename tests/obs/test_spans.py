@@ -1,0 +1,116 @@
+"""What the gateway's spans say: attempts, GenAI attributes, errors, and nothing of the text."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from mesh import telemetry
+from mesh.errors import WorkerUnavailable
+from tests.gateway.fakes import EOS, FakeMesh, Fault
+from tests.gateway.running import chat, events, run_gateway
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def exporter() -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    telemetry.start_tracing("gateway", SimpleSpanProcessor(exporter))
+    yield exporter
+    telemetry.shutdown()
+
+
+@pytest.fixture
+async def mesh() -> AsyncIterator[FakeMesh]:
+    async with FakeMesh() as fake:
+        yield fake
+
+
+@pytest.fixture
+async def http(mesh: FakeMesh, exporter: InMemorySpanExporter) -> AsyncIterator[httpx.AsyncClient]:
+    async with (
+        run_gateway(mesh) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=20) as client,
+    ):
+        yield client
+
+
+def named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
+    return [span for span in exporter.get_finished_spans() if span.name == name]
+
+
+def attributes(span: ReadableSpan) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+async def test_a_failover_shows_both_attempts_in_one_trace(
+    http: httpx.AsyncClient, mesh: FakeMesh, exporter: InMemorySpanExporter
+) -> None:
+    mesh.model.default = [*b"classified", EOS]
+    mesh.decode.faults = [Fault(after=2, error=WorkerUnavailable("gone"))]
+
+    await events(http, CHAT, chat("secret", stream=True))
+
+    [root] = named(exporter, "gateway.request")
+    failed, served = named(exporter, "gateway.attempt")
+    assert root.context is not None
+    for attempt in (failed, served):
+        assert attempt.context is not None
+        assert attempt.parent is not None
+        assert attempt.parent.span_id == root.context.span_id
+        assert attempt.context.trace_id == root.context.trace_id
+    assert failed.status.status_code is StatusCode.ERROR
+    assert attributes(failed)["error.type"] == "WORKER_UNAVAILABLE"
+    assert served.status.status_code is not StatusCode.ERROR
+    decoders = [attributes(one)["pdmesh.decode_worker_id"] for one in (failed, served)]
+    assert decoders == ["decode-0", "decode-1"]
+    assert [attributes(one)["pdmesh.attempt"] for one in (failed, served)] == [1, 2]
+    assert attributes(root)["pdmesh.num_attempts"] == 2
+    # Each call's context is its attempt's.
+    sent = [decode.metadata[0]["traceparent"].split("-")[2] for decode in mesh.decodes]
+    assert sent == [f"{one.context.span_id:016x}" for one in (failed, served) if one.context]
+
+
+async def test_usage_is_on_the_edge_span_alone_and_the_stages_with_it(
+    http: httpx.AsyncClient, mesh: FakeMesh, exporter: InMemorySpanExporter
+) -> None:
+    mesh.model.default = [*b"classified", EOS]
+
+    await events(http, CHAT, chat("secret", stream=True))
+
+    [root] = named(exporter, "gateway.request")
+    told = attributes(root)
+    assert told["gen_ai.operation.name"] == "chat"
+    assert told["gen_ai.usage.output_tokens"] == len(b"classified") + 1
+    assert told["gen_ai.response.finish_reasons"] == ("stop",)
+    assert [event.name for event in root.events] == ["first_token"]
+    stages_ms = [value for name, value in told.items() if name.startswith("pdmesh.stage.")]
+    assert sum(stages_ms) == pytest.approx(told["gen_ai.latency.e2e"] * 1000, abs=0.01)
+    others = [span for span in exporter.get_finished_spans() if span is not root]
+    assert not any("gen_ai.usage" in name for span in others for name in attributes(span))
+    exported = json.dumps([json.loads(span.to_json()) for span in exporter.get_finished_spans()])
+    assert "secret" not in exported
+    assert "classified" not in exported
+
+
+async def test_a_client_that_leaves_ends_every_span_once(
+    http: httpx.AsyncClient, mesh: FakeMesh, exporter: InMemorySpanExporter
+) -> None:
+    # OB-01, OB-03
+    for _ in range(5):
+        async with http.stream("POST", CHAT, json=chat(stream=True)) as response:
+            await anext(response.aiter_raw())
+    while len(named(exporter, "gateway.request")) < 5:
+        # Time limits bound the wait.
+        await http.get("/live")
+
+    for name in ("gateway.request", "gateway.attempt"):
+        ids = [span.context.span_id for span in named(exporter, name) if span.context]
+        assert len(ids) == len(set(ids)) == 5
