@@ -67,7 +67,8 @@ static void quantize(const float* x, std::int64_t k, std::int8_t* codes, float* 
                 : left > 16 ? load_n(x + start + 16, static_cast<int>(left - 16))
                             : zero();
     // As unsigned integers, magnitudes order like the floats, and NaN is above infinity.
-    const std::uint32_t bits = umax_lanes(umax(iand(as_int(a), magnitude), iand(as_int(b), magnitude)));
+    const std::uint32_t bits =
+        umax_lanes(umax(iand(as_int(a), magnitude), iand(as_int(b), magnitude)));
     const bool is_finite = bits < 0x7f800000u;
     const float amax = float_from_bits(bits);
     const bool has_codes = is_finite && amax >= kSmallestAmax;

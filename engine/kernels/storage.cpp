@@ -57,7 +57,7 @@ KvLayout::KvLayout(KvFormat format, std::int64_t num_layers, std::int64_t num_kv
                    std::int64_t head_dim, std::int64_t block_size)
     : format_(format), num_kv_heads_(num_kv_heads), head_dim_(head_dim), block_size_(block_size) {
   const bool has_scales = format == KvFormat::kInt8 || format == KvFormat::kFp8E4m3;
-  const std::int64_t element = format == KvFormat::kFloat32 ? 4 : format == KvFormat::kBfloat16 ? 2 : 1;
+  const std::int64_t element = has_scales ? 1 : format == KvFormat::kBfloat16 ? 2 : 4;
   const std::int64_t num_rows = num_layers * 2 * num_kv_heads * block_size;
   row_bytes_ = head_dim * element;
   scales_offset_ = num_rows * row_bytes_;
