@@ -36,6 +36,13 @@ static void tile_block(const std::uint8_t* unit, const float* channel_scales, co
   _tile_zero(3);
   for (std::int64_t i = 0; i < k; i += kTileInputs, codes += 2 * kTileBytes) {
     const std::uint8_t* block = unit + i * kUnit;
+    // The first rows bring the weights in; the others find them in the cache.
+    if (row == 0) {
+#pragma GCC unroll 32
+      for (int line = 0; line < kTileInputs * kUnit / 64; ++line) {
+        __builtin_prefetch(block + kPrefetchBytes + line * 64, 0, 3);
+      }
+    }
     _tile_loadd(6, block, 128);
     _tile_loadd(4, codes, kTileInputs);
     _tile_dpbsud(0, 4, 6);
