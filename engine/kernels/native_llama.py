@@ -255,7 +255,7 @@ def pack_model(
 ) -> PackedModel:
     """Pack weights under their Hugging Face names.
 
-    The embedding (and the output head) keep eight bits per weight in every integer format.
+    With INT4, the embedding and the output head are INT8_GROUPED.
     """
     return PackedModel(_pack_matrices(config, weights, weight_format), _norms(config, weights))
 
@@ -265,11 +265,8 @@ def _pack_matrices(
 ) -> dict[str, PackedMatrix]:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    embedding_format = (
-        weight_format
-        if weight_format in (WeightFormat.FLOAT32, WeightFormat.BFLOAT16)
-        else WeightFormat.INT8_GROUPED
-    )
+    is_int4 = weight_format is WeightFormat.INT4
+    embedding_format = WeightFormat.INT8_GROUPED if is_int4 else weight_format
 
     def join(
         names: Sequence[str], shapes: Sequence[tuple[int, int]], as_format: WeightFormat

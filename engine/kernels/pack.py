@@ -17,7 +17,7 @@ ALIGNMENT = 64
 # Inputs of an INT8 matrix are padded to this: one AMX tile is as deep.
 WIDE_STEP = 64
 # Goes up with every change of a layout, so that kept packed weights are packed anew.
-PACK_VERSION = "2"
+PACK_VERSION = "3"
 
 
 @dataclass(frozen=True)
