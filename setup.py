@@ -20,7 +20,7 @@ class BuildWithKernels(build_py):
         kernel_build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(kernel_build)
         try:
-            kernel_build.build(KERNELS / kernel_build.LIBRARY_NAME)
+            kernel_build.build_in_place()
         except kernel_build.BuildError as error:
             print(f"warning: kernels are not built: {error}", file=sys.stderr)
         super().run()

@@ -10,8 +10,6 @@
 namespace pdmesh {
 namespace PDMESH_LEVEL {
 
-constexpr int kTileRows = 16;
-
 struct alignas(64) TileConfig {
   std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
   std::uint16_t row_bytes[16] = {};
@@ -27,24 +25,30 @@ static void configure_tiles() {
   _tile_loadconfig(&config);
 }
 
-// Sixteen rows of codes are read, whatever the count: ActivationRows has room for them.
+// `row` begins a tile, of which all sixteen rows are read: ActivationRows has room for them.
 static void tile_block(const std::uint8_t* unit, const float* channel_scales, const Activations& x,
                        std::int64_t row, int count, float* out) {
   const std::int64_t k = x.groups * kGroup;
-  const std::int8_t* high = x.codes + row * 2 * k;
-  const std::int8_t* low = high + k;
+  const std::int8_t* codes = x.codes + wide_row_offset(row, k);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (std::int64_t i = 0; i < k; i += 64) {
+  for (std::int64_t i = 0; i < k; i += kTileInputs, codes += 2 * kTileBytes) {
     const std::uint8_t* block = unit + i * kUnit;
+    // The first rows bring the weights in; the others find them in the cache.
+    if (row == 0) {
+#pragma GCC unroll 32
+      for (int line = 0; line < kTileInputs * kUnit / 64; ++line) {
+        __builtin_prefetch(block + kPrefetchBytes + line * 64, 0, 3);
+      }
+    }
     _tile_loadd(6, block, 128);
-    _tile_loadd(4, high + i, 2 * k);
+    _tile_loadd(4, codes, kTileInputs);
     _tile_dpbsud(0, 4, 6);
     _tile_loadd(7, block + 64, 128);
     _tile_dpbsud(1, 4, 7);
-    _tile_loadd(5, low + i, 2 * k);
+    _tile_loadd(5, codes + kTileBytes, kTileInputs);
     _tile_dpbsud(2, 5, 6);
     _tile_dpbsud(3, 5, 7);
   }

@@ -14,9 +14,9 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCE_FOLDER = Path(__file__).parent
-LIBRARY_NAME = "libpdmesh_kernels.so"
 BUILD_TIMEOUT_S = 300
 
+_PREFIX = "libpdmesh_kernels-"
 _COMPILERS = ("g++", "clang++", "c++")
 # Contraction is off because every level rounds at the same places; warnings of GCC 12 about
 # its own AVX-512 headers are false.
@@ -63,7 +63,7 @@ def build(target: Path, extra_flags: Sequence[str] = ()) -> Path:
         ]
         with ThreadPoolExecutor() as threads:
             list(threads.map(_run, commands))
-        library = Path(folder, LIBRARY_NAME)
+        library = Path(folder, "linked.so")
         _run(
             [compiler, "-shared", "-pthread", *extra_flags, *map(str, objects), "-o", str(library)]
         )
@@ -74,8 +74,8 @@ def build(target: Path, extra_flags: Sequence[str] = ()) -> Path:
 @lru_cache(maxsize=1)
 def ensure_library() -> Path | None:
     """The library's path, compiled now if need be; None, with one warning, where it cannot be."""
-    installed = SOURCE_FOLDER / LIBRARY_NAME
-    if installed.exists() and installed.stat().st_mtime >= _newest_source_time():
+    installed = SOURCE_FOLDER / library_name()
+    if installed.exists():
         return installed
     try:
         return build_cached()
@@ -86,9 +86,24 @@ def ensure_library() -> Path | None:
 
 def build_cached(extra_flags: Sequence[str] = ()) -> Path:
     """The library of exactly these sources and flags, from the user's cache if it is there."""
-    folder = Path.home() / ".cache" / "pdmesh" / f"kernels-{_fingerprint(extra_flags)}"
-    target = folder / LIBRARY_NAME
+    target = Path.home() / ".cache" / "pdmesh" / library_name(extra_flags)
     return target if target.exists() else build(target, extra_flags)
+
+
+def build_in_place() -> Path:
+    """Compile the library beside its sources, where it is found first; older ones go."""
+    for old in SOURCE_FOLDER.glob(f"{_PREFIX}*.so"):
+        old.unlink()
+    return build(SOURCE_FOLDER / library_name())
+
+
+def library_name(extra_flags: Sequence[str] = ()) -> str:
+    """Tells libraries of different sources apart, so that a stale one is never loaded."""
+    digest = hashlib.sha256(f"{platform.machine()} {' '.join(extra_flags)}".encode())
+    for path in sorted([*SOURCE_FOLDER.glob("*.cpp"), *SOURCE_FOLDER.glob("*.h"), Path(__file__)]):
+        content = path.read_bytes()
+        digest.update(f"{path.name}:{len(content)}:".encode() + content)
+    return f"{_PREFIX}{digest.hexdigest()[:16]}.so"
 
 
 def _sources() -> list[Path]:
@@ -104,22 +119,6 @@ def _level_flags(name: str) -> tuple[str, ...]:
     return (_X86_FLAGS | _PORTABLE_FLAGS).get(name, ())
 
 
-def _all_sources() -> list[Path]:
-    return sorted([*SOURCE_FOLDER.glob("*.cpp"), *SOURCE_FOLDER.glob("*.h"), Path(__file__)])
-
-
-def _newest_source_time() -> float:
-    return max(path.stat().st_mtime for path in _all_sources())
-
-
-def _fingerprint(extra_flags: Sequence[str]) -> str:
-    digest = hashlib.sha256(f"{platform.machine()} {' '.join(extra_flags)}".encode())
-    for path in _all_sources():
-        content = path.read_bytes()
-        digest.update(f"{path.name}:{len(content)}:".encode() + content)
-    return digest.hexdigest()[:16]
-
-
 def _run(command: list[str]) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
@@ -130,4 +129,4 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(build(SOURCE_FOLDER / LIBRARY_NAME))
+    print(build_in_place())

@@ -54,7 +54,7 @@ std::int64_t unit_bytes(WeightFormat format, std::int64_t k) {
   switch (format) {
     case WeightFormat::kFloat32: return k * kUnit * 4;
     case WeightFormat::kBfloat16: return round_up(k, 2) * kUnit * 2;
-    case WeightFormat::kInt8: return round_up(k, 64) * kUnit;
+    case WeightFormat::kInt8: return round_up(k, kTileInputs) * kUnit;
     case WeightFormat::kInt8Grouped: return ceil_div(k, kGroup) * 1088;
     case WeightFormat::kInt4: return ceil_div(k, kGroup) * 640;
   }

@@ -119,7 +119,8 @@ std::int32_t pdmesh_linear_forward(const char* level, const pdmesh_linear* weigh
                   std::vector<pdmesh::Buffer<std::uint8_t>>(static_cast<std::size_t>(num_threads)),
                   num_repeats};
   for (auto& scratch : call.scratch) scratch.reserve(pdmesh::linear_scratch_bytes(weights->k));
-  pool.run([](void* context, int thread) { static_cast<LinearCall*>(context)->run(thread); }, &call);
+  pool.run([](void* context, int thread) { static_cast<LinearCall*>(context)->run(thread); },
+           &call);
   return code(Status::kOk);
 }
 

@@ -27,6 +27,15 @@ enum class KvFormat : std::int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kFp
 //             the low nibbles hold inputs 0-15 of the group, the high ones inputs 16-31
 constexpr int kUnit = 32;
 constexpr int kGroup = 32;
+// Rows and inputs of one tile of int8's activations.
+constexpr int kTileRows = 16;
+constexpr int kTileInputs = 64;
+constexpr int kTileBytes = kTileRows * kTileInputs;
+
+// Where a row's codes begin; the next 64 inputs are two tiles further, the low ones one tile.
+static inline std::int64_t wide_row_offset(std::int64_t row, std::int64_t padded_k) {
+  return row / kTileRows * kTileRows * 2 * padded_k + row % kTileRows * kTileInputs;
+}
 
 struct Linear {
   WeightFormat format;
@@ -40,8 +49,9 @@ struct Linear {
 struct Activations {
   const float* values;  // float formats
   std::int64_t values_stride;
-  // Grouped formats: k codes, rounded up to whole groups, and per group a scale. Int8: two planes
-  // of codes per row, the value being (256 x high + low) x the row's scale.
+  // Grouped formats: k codes, rounded up to whole groups, and per group a scale. Int8: the value
+  // is (256 x high + low) x the row's scale, and the codes of sixteen rows lie together as
+  // [k/64][high, low][16 rows][64], whole AMX tiles one after the other.
   const std::int8_t* codes;
   const float* scales;
   const float* sums;  // scale x sum of the group's codes: what a minimum is multiplied with
@@ -98,8 +108,8 @@ struct Kernels {
   void (*rms_norm)(const float* x, const float* weight, float epsilon, std::int64_t k, float* out);
   void (*quantize)(const float* x, std::int64_t k, std::int8_t* codes, float* scales, float* sums,
                    std::int32_t* offsets);
-  void (*quantize_wide)(const float* x, std::int64_t k, std::int64_t padded_k, std::int8_t* codes,
-                        float* scale, std::int32_t* offsets);
+  void (*quantize_wide)(const float* x, std::int64_t k, std::int8_t* codes, float* scale,
+                        std::int32_t* offsets);
   void (*linear)(const Linear& weights, const Activations& x, std::int64_t rows,
                  std::int64_t first_unit, std::int64_t last_unit, const Epilogue& epilogue,
                  std::uint8_t* scratch);
@@ -112,6 +122,8 @@ struct Kernels {
                 std::int64_t head_dim, float* out);
   std::int64_t (*argmax)(const float* x, std::int64_t n, float* largest);
   void (*exp_shifted)(const float* x, std::int64_t n, float shift, float scale, float* out);
+  // The sum of those of `n` values that are at least `floor`.
+  double (*sum_from)(const float* x, std::int64_t n, float floor);
   // Billions of 8-bit operations a second that one thread reaches on registers alone.
   double (*dot_gops)();
 };

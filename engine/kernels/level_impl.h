@@ -34,9 +34,9 @@ static double dot_gops() {
 }
 
 static const Kernels* table(const char* name) {
-  static const Kernels kernels = {name,     &rms_norm, &quantize, &quantize_wide, &PDMESH_LINEAR, &rotate,
-                                  &write_kv, &attend,   &merge,    &argmax, &exp_shifted,
-                                  &dot_gops};
+  static const Kernels kernels = {
+      name,   &rms_norm, &quantize, &quantize_wide, &PDMESH_LINEAR, &rotate, &write_kv,
+      &attend, &merge,   &argmax,   &exp_shifted,   &sum_from,      &dot_gops};
   return &kernels;
 }
 

@@ -55,6 +55,9 @@ struct Int4Unpacked : Int8Group {
   }
 };
 
+// Unpacking costs as much as multiplying several blocks of rows.
+constexpr std::int64_t kMinUnpackBlocks = 6;
+
 static void unpack_int4(const std::uint8_t* unit, std::int64_t groups, std::uint8_t* out) {
   for (std::int64_t group = 0; group < groups; ++group) {
     const std::uint8_t* block = unit + group * Int4Group::kBlockBytes;
@@ -142,10 +145,11 @@ template <int R>
 static void wide_block(const std::uint8_t* unit, const float* channel_scales, const Activations& x,
                        std::int64_t row, float* out) {
   const std::int64_t k = x.groups * kGroup;
-  const std::int8_t* codes = x.codes + row * 2 * k;
+  const std::int8_t* codes[R];
   I sums[R][2][2];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
+    codes[r] = x.codes + wide_row_offset(row + r, k);
     sums[r][0][0] = sums[r][0][1] = sums[r][1][0] = sums[r][1][1] = iset1(0);
   }
   for (std::int64_t i = 0; i < k; i += 4) {
@@ -153,11 +157,12 @@ static void wide_block(const std::uint8_t* unit, const float* channel_scales, co
     const W a = load_weights(block), b = load_weights(block + 64);
     __builtin_prefetch(block + kPrefetchBytes, 0, 3);
     __builtin_prefetch(block + kPrefetchBytes + 64, 0, 3);
+    const std::int64_t offset = i / kTileInputs * 2 * kTileBytes + i % kTileInputs;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
       for (int plane = 0; plane < 2; ++plane) {
-        const std::int8_t* four = codes + (r * 2 + plane) * k + i;
+        const std::int8_t* four = codes[r] + offset + plane * kTileBytes;
         sums[r][plane][0] = dot4(sums[r][plane][0], a, four);
         sums[r][plane][1] = dot4(sums[r][plane][1], b, four);
       }
@@ -291,7 +296,7 @@ static void linear(const Linear& weights, const Activations& x, std::int64_t row
                    std::uint8_t* scratch) {
   const std::int64_t bytes = unit_bytes(weights.format, weights.k);
   const std::int64_t num_blocks = ceil_div(rows, kMaxRows);
-  const bool unpacks = weights.format == WeightFormat::kInt4 && num_blocks > 1;
+  const bool unpacks = weights.format == WeightFormat::kInt4 && num_blocks >= kMinUnpackBlocks;
   float sums[kMaxRows * kUnit];
   for (std::int64_t unit = first_unit; unit < last_unit; ++unit) {
     const std::uint8_t* data = weights.data + unit * bytes;

@@ -14,7 +14,8 @@ namespace {
 
 // Sequences with at most this many rows are split by key segment, longer ones by rows.
 constexpr std::int64_t kFewRows = 4;
-constexpr std::int64_t kSlabRows = 32;
+// Rows that share a loading of keys: many, but enough slabs for the threads to balance.
+constexpr std::int64_t kMinSlabRows = 16, kMaxSlabRows = 64, kSlabsPerThread = 8;
 
 }  // namespace
 
@@ -34,7 +35,7 @@ Model::Model(const pdmesh_config& config, const Kernels& kernels)
       next_item_(new std::atomic<std::int64_t>[static_cast<std::size_t>(config.num_layers)]) {
   const std::int64_t heads_per_kv = config.num_heads / config.num_kv_heads;
   for (auto& scratch : attention_scratch_) {
-    scratch.reserve(attention_scratch_floats(config.head_dim, kSlabRows * heads_per_kv));
+    scratch.reserve(attention_scratch_floats(config.head_dim, kMaxSlabRows * heads_per_kv));
   }
   for (auto& scratch : linear_scratch_) scratch.reserve(linear_scratch_bytes(max_k_));
 }
@@ -144,9 +145,11 @@ void Model::plan_sequence(std::int64_t seq) {
     return;
   }
   // The last rows have most keys: they go first, so that no thread ends with a long item.
-  for (std::int64_t slab = ceil_div(end - begin, kSlabRows) - 1; slab >= 0; --slab) {
-    const std::int64_t first = begin + slab * kSlabRows;
-    const std::int64_t count = std::min(kSlabRows, end - first);
+  const std::int64_t even = (end - begin) * config_.num_kv_heads / (kSlabsPerThread * pool_.size());
+  const std::int64_t slab_rows = std::min(std::max(even, kMinSlabRows), kMaxSlabRows);
+  for (std::int64_t slab = ceil_div(end - begin, slab_rows) - 1; slab >= 0; --slab) {
+    const std::int64_t first = begin + slab * slab_rows;
+    const std::int64_t count = std::min(slab_rows, end - first);
     const std::int64_t length = first_position + (first - begin) + count;
     for (std::int64_t head = 0; head < config_.num_kv_heads; ++head) {
       items_.push_back({seq, head, first, count, 0, ceil_div(length, kKeySegment), -1});

@@ -1,9 +1,7 @@
 """A Llama-family model on the kernels: one call into the library per step."""
 
 import ctypes
-import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -27,8 +25,6 @@ from engine.kernels.pack import (
     PackedMatrix,
     gate_up_order,
     pack,
-    read_packed,
-    write_packed,
 )
 from engine.kernels.quantize import MatrixWeights, concatenate, quantize
 
@@ -255,24 +251,13 @@ class PackedModel:
 
 
 def pack_model(
-    config: ModelShape,
-    weights: Mapping[str, Weight],
-    weight_format: WeightFormat,
-    cache_path: Path | None = None,
+    config: ModelShape, weights: Mapping[str, Weight], weight_format: WeightFormat
 ) -> PackedModel:
     """Pack weights under their Hugging Face names.
 
-    The embedding (and the output head) keep eight bits per weight in every integer format.
-    With `cache_path` the packed matrices are kept there for the next start.
+    With INT4, the embedding and the output head are INT8_GROUPED.
     """
-    norms = _norms(config, weights)
-    checksum = "" if cache_path is None else _checksum(weights, weight_format)
-    if cache_path is not None and (kept := read_packed(cache_path, checksum)) is not None:
-        return PackedModel(kept, norms)
-    matrices = _pack_matrices(config, weights, weight_format)
-    if cache_path is not None:
-        write_packed(cache_path, matrices, checksum)
-    return PackedModel(matrices, norms)
+    return PackedModel(_pack_matrices(config, weights, weight_format), _norms(config, weights))
 
 
 def _pack_matrices(
@@ -280,11 +265,8 @@ def _pack_matrices(
 ) -> dict[str, PackedMatrix]:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    embedding_format = (
-        weight_format
-        if weight_format in (WeightFormat.FLOAT32, WeightFormat.BFLOAT16)
-        else WeightFormat.INT8_GROUPED
-    )
+    is_int4 = weight_format is WeightFormat.INT4
+    embedding_format = WeightFormat.INT8_GROUPED if is_int4 else weight_format
 
     def join(
         names: Sequence[str], shapes: Sequence[tuple[int, int]], as_format: WeightFormat
@@ -366,20 +348,3 @@ def _check_shapes(
         raise ValueError("token_ids, positions and slot_mapping have different lengths")
     if len(starts) != len(lens) + 1 or tables.ndim != 2 or len(tables) != len(lens):
         raise ValueError("query_starts, seq_lens and block_tables do not fit together")
-
-
-def _checksum(weights: Mapping[str, Weight], weight_format: WeightFormat) -> str:
-    digest = hashlib.sha256(weight_format.name.encode())
-    for name in sorted(weights):
-        weight = weights[name]
-        parts = (
-            (weight.values, weight.scales, weight.minimums)
-            if isinstance(weight, MatrixWeights)
-            else (_float32(weight),)
-        )
-        digest.update(f"{name}:{len(parts)}".encode())
-        for part in parts:
-            if part is not None:
-                digest.update(f":{part.dtype}{part.shape}".encode())
-                digest.update(part.tobytes())
-    return digest.hexdigest()

@@ -3,13 +3,10 @@
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from engine.kernels.formats import GROUP_SIZE, UNIT_SIZE, WeightFormat
 from engine.kernels.quantize import MatrixWeights
@@ -19,8 +16,8 @@ Array = npt.NDArray[Any]
 ALIGNMENT = 64
 # Inputs of an INT8 matrix are padded to this: one AMX tile is as deep.
 WIDE_STEP = 64
-# Goes up with every change of a layout; a file of another version is packed anew.
-PACK_VERSION = "1"
+# Goes up with every change of a layout, so that kept packed weights are packed anew.
+PACK_VERSION = "3"
 
 
 @dataclass(frozen=True)
@@ -82,43 +79,11 @@ class Arena:
     def __getitem__(self, name: str) -> Array:
         return self._arrays[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
     def get(self, name: str) -> Array | None:
         return self._arrays.get(name)
-
-
-def write_packed(path: Path, matrices: Mapping[str, PackedMatrix], checksum: str) -> None:
-    """Keep packed matrices for the next start; the layout is the same on every CPU."""
-    arrays: dict[str, Array] = {}
-    metadata = {"pack_version": PACK_VERSION, "checksum": checksum}
-    for name, matrix in matrices.items():
-        arrays[f"{name}.data"] = matrix.data.reshape(-1).view(np.uint8)
-        if matrix.scales is not None:
-            arrays[f"{name}.scales"] = matrix.scales
-        metadata[name] = f"{matrix.format.name} {matrix.n} {matrix.k}"
-    partial = path.with_suffix(".partial")
-    save_file(arrays, partial, metadata)
-    partial.replace(path)
-
-
-def read_packed(path: Path, checksum: str) -> dict[str, PackedMatrix] | None:
-    """What `write_packed` kept, or None when it is of other weights or another layout."""
-    if not path.exists():
-        return None
-    with safe_open(path, framework="numpy") as file:
-        metadata = dict(file.metadata() or {})
-        if metadata.pop("pack_version", "") != PACK_VERSION:
-            return None
-        if metadata.pop("checksum", "") != checksum:
-            return None
-        names = set(file.keys())
-        matrices: dict[str, PackedMatrix] = {}
-        for name, description in metadata.items():
-            format_name, n, k = description.split()
-            scales = file.get_tensor(f"{name}.scales") if f"{name}.scales" in names else None
-            matrices[name] = PackedMatrix(
-                WeightFormat[format_name], int(n), int(k), file.get_tensor(f"{name}.data"), scales
-            )
-    return matrices
 
 
 def _pack_integers(weights: MatrixWeights, padded_n: int) -> PackedMatrix:

@@ -72,7 +72,7 @@ typedef struct {
   float* logits; /* [num_logits][vocab_size] */
 } pdmesh_batch;
 
-/* One row of sampling: temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. */
+/* One row of sampling: temperature below 1e-5 is greedy; top_k 0, top_p 1 and min_p 0 are off. */
 typedef struct {
   int64_t seed;
   int64_t position;

@@ -67,7 +67,8 @@ static void quantize(const float* x, std::int64_t k, std::int8_t* codes, float* 
                 : left > 16 ? load_n(x + start + 16, static_cast<int>(left - 16))
                             : zero();
     // As unsigned integers, magnitudes order like the floats, and NaN is above infinity.
-    const std::uint32_t bits = umax_lanes(umax(iand(as_int(a), magnitude), iand(as_int(b), magnitude)));
+    const std::uint32_t bits =
+        umax_lanes(umax(iand(as_int(a), magnitude), iand(as_int(b), magnitude)));
     const bool is_finite = bits < 0x7f800000u;
     const float amax = float_from_bits(bits);
     const bool has_codes = is_finite && amax >= kSmallestAmax;
@@ -88,8 +89,8 @@ static void quantize(const float* x, std::int64_t k, std::int8_t* codes, float* 
 
 // Sixteen bits of a value as 256 x high + low, with one scale for the row: outlier channels, up to
 // thousands of times the median, leave the others enough bits.
-static void quantize_wide(const float* x, std::int64_t k, std::int64_t padded_k,
-                          std::int8_t* codes, float* scale, std::int32_t* offsets) {
+static void quantize_wide(const float* x, std::int64_t k, std::int8_t* codes, float* scale,
+                          std::int32_t* offsets) {
   I top = iset1(0);
   for (std::int64_t i = 0; i < k; i += 16) {
     const int n = k - i < 16 ? static_cast<int>(k - i) : 16;
@@ -101,7 +102,7 @@ static void quantize_wide(const float* x, std::int64_t k, std::int64_t padded_k,
   const bool has_codes = is_finite && amax >= kSmallestAmax;
   const F inverse = set1(has_codes ? 32512.0f / amax : 0.0f);
   I high_sum = iset1(0), low_sum = iset1(0);
-  for (std::int64_t i = 0; i < padded_k; i += 16) {
+  for (std::int64_t i = 0; i < round_up(k, kTileInputs); i += 16) {
     const std::int64_t left = k - i;
     const int n = left >= 16 ? 16 : left > 0 ? static_cast<int>(left) : 0;
     const I code = has_codes && n > 0 ? to_int(mul(load_n(x + i, n), inverse)) : iset1(0);
@@ -109,8 +110,9 @@ static void quantize_wide(const float* x, std::int64_t k, std::int64_t padded_k,
     const I low = isub(code, shl<8>(high));
     high_sum = iadd(high_sum, high);
     low_sum = iadd(low_sum, low);
-    store_u8(reinterpret_cast<std::uint8_t*>(codes + i), high);
-    store_u8(reinterpret_cast<std::uint8_t*>(codes + padded_k + i), low);
+    std::int8_t* out = codes + i / kTileInputs * 2 * kTileBytes + i % kTileInputs;
+    store_u8(reinterpret_cast<std::uint8_t*>(out), high);
+    store_u8(reinterpret_cast<std::uint8_t*>(out + kTileBytes), low);
   }
   offsets[0] = -128 * sum_lanes(high_sum);
   offsets[1] = -128 * sum_lanes(low_sum);
@@ -173,6 +175,28 @@ static std::int64_t argmax(const float* x, std::int64_t n, float* largest) {
   }
   *largest = best_value;
   return best;
+}
+
+static double sum_from(const float* x, std::int64_t n, float floor) {
+  const F limit = set1(floor);
+  double total = 0.0;
+  // Float sums of short stretches lose next to nothing, and doubles take them up.
+  for (std::int64_t start = 0; start < n; start += 512) {
+    const std::int64_t end = start + 512 < n ? start + 512 : n;
+    F a = zero(), b = zero();
+    std::int64_t i = start;
+    for (; i + 32 <= end; i += 32) {
+      const F v = load(x + i), w = load(x + i + 16);
+      a = add(a, zero_below(v, v, limit));
+      b = add(b, zero_below(w, w, limit));
+    }
+    for (; i < end; i += 16) {
+      const F v = load_n(x + i, end - i < 16 ? static_cast<int>(end - i) : 16);
+      a = add(a, zero_below(v, v, limit));
+    }
+    total += static_cast<double>(sum_lanes(add(a, b)));
+  }
+  return total;
 }
 
 static void exp_shifted(const float* x, std::int64_t n, float shift, float scale, float* out) {

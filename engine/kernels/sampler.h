@@ -27,12 +27,23 @@ class Sampler {
     std::int64_t index;
   };
 
-  void gather(const float* logits, std::int64_t vocab_size, const pdmesh_sampling& params);
-  void keep_top(const pdmesh_sampling& params, double total);
+  static bool before(const Candidate& a, const Candidate& b);
+  // Weights from which on a top-p set certainly is kept, and below which it certainly is not.
+  struct Bracket {
+    float sure, possible;
+  };
+  Bracket bracket_top_p(const Kernels& kernels, double target) const;
+  void gather(const float* logits, float floor);
+  void gather_top_k(const float* logits, std::int64_t top_k);
+  // Of the candidates that are not sure, sorted, keeps as many as `target` wants with the others.
+  void keep_top_p(float sure, double target);
+  void drop_after(const Candidate& last);
   std::int64_t draw(double uniform) const;
+  std::int64_t draw_from_all(double uniform) const;
 
   std::vector<float> weights_;
-  std::vector<Candidate> candidates_;
+  std::vector<Candidate> candidates_;  // in index order
+  std::vector<Candidate> sorted_;
 };
 
 }  // namespace pdmesh

@@ -57,7 +57,7 @@ KvLayout::KvLayout(KvFormat format, std::int64_t num_layers, std::int64_t num_kv
                    std::int64_t head_dim, std::int64_t block_size)
     : format_(format), num_kv_heads_(num_kv_heads), head_dim_(head_dim), block_size_(block_size) {
   const bool has_scales = format == KvFormat::kInt8 || format == KvFormat::kFp8E4m3;
-  const std::int64_t element = format == KvFormat::kFloat32 ? 4 : format == KvFormat::kBfloat16 ? 2 : 1;
+  const std::int64_t element = has_scales ? 1 : format == KvFormat::kBfloat16 ? 2 : 4;
   const std::int64_t num_rows = num_layers * 2 * num_kv_heads * block_size;
   row_bytes_ = head_dim * element;
   scales_offset_ = num_rows * row_bytes_;
@@ -80,8 +80,8 @@ KvView KvLayout::view(std::uint8_t* base, std::int64_t layer, std::int64_t head)
 
 void ActivationRows::reserve(std::int64_t num_rows, std::int64_t max_k) {
   const std::int64_t groups = ceil_div(max_k, kGroup);
-  num_rows = round_up(num_rows, 16);  // AMX reads whole tiles of rows
-  codes_.reserve(num_rows * 2 * round_up(max_k, 64));
+  num_rows = round_up(num_rows, kTileRows);
+  codes_.reserve(num_rows * 2 * round_up(max_k, kTileInputs));
   scales_.reserve(num_rows * groups);
   sums_.reserve(num_rows * groups);
   offsets_.reserve(num_rows * std::max<std::int64_t>(groups, 2));
@@ -90,9 +90,8 @@ void ActivationRows::reserve(std::int64_t num_rows, std::int64_t max_k) {
 void ActivationRows::quantize(const Kernels& kernels, WeightFormat format, std::int64_t row,
                               const float* x, std::int64_t k) {
   if (format == WeightFormat::kInt8) {
-    const std::int64_t padded = round_up(k, 64);
-    kernels.quantize_wide(x, k, padded, codes_.data() + row * 2 * padded, scales_.data() + row,
-                          offsets_.data() + row * 2);
+    std::int8_t* codes = codes_.data() + wide_row_offset(row, round_up(k, kTileInputs));
+    kernels.quantize_wide(x, k, codes, scales_.data() + row, offsets_.data() + row * 2);
   } else if (format != WeightFormat::kFloat32 && format != WeightFormat::kBfloat16) {
     const std::int64_t first = row * ceil_div(k, kGroup);
     kernels.quantize(x, k, codes_.data() + first * kGroup, scales_.data() + first,
@@ -103,7 +102,7 @@ void ActivationRows::quantize(const Kernels& kernels, WeightFormat format, std::
 Activations ActivationRows::view(WeightFormat format, const float* x, std::int64_t stride,
                                  std::int64_t k) const {
   const bool is_wide = format == WeightFormat::kInt8;
-  const std::int64_t groups = is_wide ? round_up(k, 64) / kGroup : ceil_div(k, kGroup);
+  const std::int64_t groups = is_wide ? round_up(k, kTileInputs) / kGroup : ceil_div(k, kGroup);
   return {x, stride, codes_.data(), scales_.data(), sums_.data(), offsets_.data(), groups};
 }
 

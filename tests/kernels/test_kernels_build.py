@@ -1,7 +1,6 @@
 """Building the library, and doing without a compiler."""
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,10 +19,13 @@ def _forgotten() -> Iterator[None]:
 
 @pytest.fixture
 def away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No library beside the sources, and an empty home."""
-    monkeypatch.setattr(build, "LIBRARY_NAME", "libabsent.so")
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    return tmp_path
+    """Sources without a library, and an empty home."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "a.cpp").write_text("int a;")
+    monkeypatch.setattr(build, "SOURCE_FOLDER", sources)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    return sources
 
 
 def test_without_a_compiler_there_is_one_warning_and_no_library(
@@ -70,19 +72,31 @@ def test_what_was_built_once_is_taken_from_the_cache(
     assert built == [first]
 
 
-def test_a_library_older_than_its_sources_is_not_used(
-    away: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_library_of_other_sources_is_not_used(
+    away: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = tmp_path / "sources"
-    sources.mkdir()
-    (sources / "a.cpp").write_text("")
-    stale = sources / "libabsent.so"
-    stale.write_bytes(b"")
-    os.utime(stale, (1, 1))
-    monkeypatch.setattr(build, "SOURCE_FOLDER", sources)
     monkeypatch.setattr(build, "build", lambda target, extra_flags: target)
+    beside = away / build.library_name()
+    beside.write_bytes(b"")
+    assert build.ensure_library() == beside
+    build.ensure_library.cache_clear()
+
+    (away / "a.cpp").write_text("int b;")
 
     chosen = build.ensure_library()
-
     assert chosen is not None
-    assert chosen != stale
+    assert chosen.parent != away
+
+
+def test_building_in_place_removes_what_older_sources_gave(
+    away: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = away / build.library_name()
+    old.write_bytes(b"")
+    (away / "a.cpp").write_text("int b;")
+    monkeypatch.setattr(build, "build", lambda target: target)
+
+    target = build.build_in_place()
+
+    assert not old.exists()
+    assert target.name == build.library_name()

@@ -84,12 +84,11 @@ def test_quantized_weights_stay_close_to_float64_on_the_same_values(
 
     logits = runner.run(Piece(token_ids, 0, shuffled_blocks(60)))
 
-    eight_bits = WeightFormat.INT8_GROUPED
-    is_integer = weight_format >= WeightFormat.INT8
+    is_int4 = weight_format is WeightFormat.INT4
+    embedding_format = WeightFormat.INT8_GROUPED if is_int4 else weight_format
     same = {
         name: quantize(
-            weight,
-            eight_bits if is_integer and ("embed" in name or "head" in name) else weight_format,
+            weight, embedding_format if "embed" in name or "head" in name else weight_format
         ).dequantize()
         if weight.ndim == 2
         else weight
@@ -98,7 +97,7 @@ def test_quantized_weights_stay_close_to_float64_on_the_same_values(
     expected = reference_logits(config, same, token_ids)
     # Float formats and int8, with its sixteen-bit activations: little more than rounding of sums.
     is_grouped = weight_format in (WeightFormat.INT8_GROUPED, WeightFormat.INT4)
-    allowed = 0.05 if is_grouped else 0.01 if is_integer else 1e-4
+    allowed = 0.05 if is_grouped else 0.01 if weight_format is WeightFormat.INT8 else 1e-4
     assert np.sqrt(((logits - expected) ** 2).mean()) < allowed * expected.std()
 
 

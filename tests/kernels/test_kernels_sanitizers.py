@@ -12,7 +12,8 @@ from engine.kernels import build
 FLAGS = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_every_format_and_level_is_clean_under_sanitizers() -> None:
     compiler = build.find_compiler()
     if compiler is None or "g++" not in Path(compiler).name:
