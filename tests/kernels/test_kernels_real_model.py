@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_models import Piece, Runner, rope_tables
 
 from engine.kernels.formats import KvFormat, WeightFormat
 from engine.kernels.gguf_weights import dequantized, read_gguf_weights
 from engine.kernels.library import Library
 from engine.kernels.native_llama import NativeLlama, pack_model
+from tests.kernels.kernel_models import Piece, Runner, rope_tables
 
 Array = npt.NDArray[Any]
 
