@@ -35,7 +35,7 @@ promtool:  ## checks the alert rules
 	-tools/install_promtool.sh
 
 test: setup-dev nginx browser promtool  ## the whole suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --reruns 2 $(PYTEST_ARGS)
 
 check: setup-dev promtool  ## lint, types, import contracts, protos
 	$(BIN)/ruff check .
