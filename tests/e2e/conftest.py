@@ -39,6 +39,8 @@ def mesh(
         model_home,
         *("--decode", "2"),
         *("--set", "scheduler.mode=disaggregated"),
+        # Small, so that it is full before a test looks at memory.
+        *("--set", "kv_transfer.host_memory_bytes=16777216"),
         *("--otlp-endpoint", collector[1]),
     )
     yield running
