@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST_ARGS ?=
 
-.PHONY: setup setup-dev nginx run test check protos docs bench clean
+.PHONY: setup setup-dev nginx browser promtool run test check protos docs bench clean
 
 setup: $(VENV)/.run  ## make .venv with what `pdmesh` needs
 
@@ -28,10 +28,16 @@ run: setup  ## serve the default model on http://127.0.0.1:8000
 nginx:  ## nginx with its Lua module, which tests need
 	-tools/install_nginx.sh
 
-test: setup-dev nginx  ## the whole suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+browser:  ## headless Chromium, which tests of the dashboard need
+	-tools/install_browser.sh
 
-check: setup-dev  ## lint, types, import contracts, protos
+promtool:  ## checks the alert rules
+	-tools/install_promtool.sh
+
+test: setup-dev nginx browser promtool  ## the whole suite
+	$(BIN)/python -m pytest --reruns 2 $(PYTEST_ARGS)
+
+check: setup-dev promtool  ## lint, types, import contracts, protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -39,6 +45,7 @@ check: setup-dev  ## lint, types, import contracts, protos
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python tools/protos.py --check
 	$(BIN)/python tools/docs.py --check
+	cd deploy/prometheus && promtool check config prometheus.yml && promtool test rules rules_test.yml
 
 docs: setup-dev  ## regenerate the tables in docs/ that come from the code
 	$(BIN)/python tools/docs.py

@@ -130,6 +130,13 @@ SPANS = (
         ),
     ),
     SpanDescription(
+        "kv.load",
+        "kv_transfer",
+        "prefill.run",
+        "Blocks that come back from a colder tier, to whichever worker asks.",
+        ("pdmesh.kv.num_blocks", "pdmesh.kv.num_loaded_blocks", "pdmesh.kv.num_disk_blocks"),
+    ),
+    SpanDescription(
         "engine.step",
         "prefill, decode",
         None,

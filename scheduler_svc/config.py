@@ -51,6 +51,9 @@ class SchedulerConfig(ServiceConfig):
     explore_ratio: float = Field(
         0.02, ge=0, le=1, description="share of placements in the mode that looks worse"
     )
+    local_margin: float = Field(
+        0.5, ge=0, lt=1, description="by this share local mode must be cheaper to be chosen"
+    )
     ttft_objective_ms: float = Field(
         0, ge=0, description="refuse online requests whose first token would be later; 0: never"
     )
@@ -94,6 +97,7 @@ class SchedulerConfig(ServiceConfig):
             reserved_output_tokens=self.reserved_output_tokens,
             interference=self.interference,
             explore_ratio=self.explore_ratio,
+            local_margin=self.local_margin,
             weights=CostWeights(
                 credit_decay=self.credit_decay,
                 kvcache_balancing_threshold=self.kvcache_balancing_threshold,

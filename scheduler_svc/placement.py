@@ -46,6 +46,9 @@ class PlacementSettings:
     interference: float = 0.1
     # Share of the placements that take the mode that looks worse, so that it is measured too.
     explore_ratio: float = 0.02
+    # By this share local mode must be cheaper to be chosen: what it saves is measured, what
+    # its prefill costs the decodes beside it only in part.
+    local_margin: float = 0.5
     weights: CostWeights = field(default_factory=CostWeights)
 
 
@@ -239,7 +242,7 @@ def _choose_mode(
 def _cheaper_mode(
     comparison: Comparison, settings: PlacementSettings, random: Random
 ) -> tuple[PlacementMode, Reason]:
-    is_local_cheaper = comparison.local_s <= comparison.remote_s
+    is_local_cheaper = comparison.local_s <= (1 - settings.local_margin) * comparison.remote_s
     if random.random() < settings.explore_ratio:
         other = PlacementMode.DISAGGREGATED if is_local_cheaper else PlacementMode.LOCAL
         return other, Reason.EXPLORE

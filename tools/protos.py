@@ -37,8 +37,10 @@ def main() -> int:
 
 def _generate(out: Path) -> list[Path]:
     sources = sorted(str(p) for p in PROTOS.glob("mesh/v1/*.proto"))
+    scripts = Path(sys.executable).parent  # pip put the plugins beside this Python
     arguments = [
         "protoc",
+        *(f"--plugin={scripts / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")),
         f"--proto_path={PROTOS}",
         f"--proto_path={Path(grpc_tools.__file__).parent / '_proto'}",
         f"--python_out={out}",

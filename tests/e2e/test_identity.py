@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import re
+import signal
 import time
 from typing import Any
 
@@ -171,8 +173,39 @@ def test_every_service_has_metrics_and_its_gauges_return_to_nothing_after_aborts
             body = {**bodies(number), "stream": True, "max_tokens": 200}
             with http.stream("POST", "/v1/completions", json=body) as response:
                 next(response.iter_raw())
-    services = [one for one in mesh.status()["services"] if not one["name"].startswith("redis")]
-    addresses = {one["name"]: one["metrics_address"] for one in services}
+    wait_until_gauges_are_idle(mesh)
+
+    for name, address in metrics_addresses(mesh).items():
+        assert "# TYPE" in httpx.get(f"http://{address}/metrics").text, name
+
+
+def test_gauges_are_right_after_a_worker_was_killed_in_the_middle_of_its_work(
+    mesh: RunningMesh,
+) -> None:
+    with httpx.Client(base_url=mesh.url, timeout=60) as http:
+        body = {**bodies(1), "stream": True, "max_tokens": 40}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            chunks = response.iter_raw()
+            next(chunks)
+            for worker in mesh.services("decode"):
+                if worker["engine"]["running"]:
+                    os.kill(worker["pid"], signal.SIGKILL)
+            text = b"".join(chunks)
+    while {one["state"] for one in mesh.status()["services"]} != {"ok"}:
+        time.sleep(0.1)
+
+    wait_until_gauges_are_idle(mesh)
+    assert text.endswith(b"data: [DONE]\n\n")
+
+
+def metrics_addresses(mesh: RunningMesh) -> dict[str, str]:
+    services = mesh.status()["services"]
+    return {one["name"]: one["metrics_address"] for one in services if one["metrics_address"]}
+
+
+def wait_until_gauges_are_idle(mesh: RunningMesh) -> None:
+    """Time limits bound the wait."""
+    addresses = metrics_addresses(mesh)
     busy = [
         ("gateway-0", "pdmesh_gateway_streams"),
         ("scheduler-0", "pdmesh_scheduler_placements"),
@@ -185,11 +218,10 @@ def test_every_service_has_metrics_and_its_gauges_return_to_nothing_after_aborts
             for gauge in ("engine_running", "engine_waiting", "kv_cache_leases", "kv_cache_usage")
         ),
     ]
-    # Time limits bound the wait.
-    while any(metric(addresses[service], name) for service, name in busy):
+    expected = [
+        ("kv_transfer-0", "pdmesh_kv_transfer_segments", 3),
+        ("scheduler-0", 'pdmesh_scheduler_workers{role="decode"}', 2),
+        *((service, name, 0) for service, name in busy),
+    ]
+    while any(metric(addresses[service], name) != value for service, name, value in expected):
         time.sleep(0.05)
-
-    assert metric(addresses["kv_transfer-0"], "pdmesh_kv_transfer_segments") == 3
-    assert metric(addresses["scheduler-0"], 'pdmesh_scheduler_workers{role="decode"}') == 2
-    for service, address in addresses.items():
-        assert "# TYPE" in httpx.get(f"http://{address}/metrics").text, service

@@ -92,7 +92,7 @@ def test_a_sentence_goes_on_when_its_decode_worker_is_killed(
     ask: dict[str, Any] = {
         "model": MODEL,
         "prompt": "A long story about a lighthouse keeper and his dog: " * 4,
-        "max_tokens": 60,
+        "max_tokens": 400,
         "temperature": 0.8,
         "seed": 11,
         "extra_body": {"ignore_eos": True},

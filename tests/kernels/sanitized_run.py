@@ -4,10 +4,10 @@ import sys
 from itertools import cycle
 
 import numpy as np
-from kernel_models import Piece, SmallConfig, make_runner
 
 from engine.kernels.formats import KvFormat, WeightFormat
 from engine.kernels.library import SAMPLING_DTYPE, Library
+from tests.kernels.kernel_models import Piece, SmallConfig, make_runner
 
 
 def main(path: str) -> None:

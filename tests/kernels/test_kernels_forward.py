@@ -5,7 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kernel_models import (
+
+from engine.kernels.formats import KvFormat, WeightFormat
+from engine.kernels.library import KernelError, Library
+from engine.kernels.native_llama import NativeLlama, pack_model
+from engine.kernels.quantize import quantize
+from tests.kernels.kernel_models import (
     Piece,
     Runner,
     SmallConfig,
@@ -15,11 +20,6 @@ from kernel_models import (
     reference_logits,
     rope_tables,
 )
-
-from engine.kernels.formats import KvFormat, WeightFormat
-from engine.kernels.library import KernelError, Library
-from engine.kernels.native_llama import NativeLlama, pack_model
-from engine.kernels.quantize import quantize
 
 FORMATS = list(WeightFormat)
 KV_FORMATS = list(KvFormat)
@@ -290,7 +290,8 @@ def test_a_head_size_that_the_kernels_lack_is_refused(library: Library) -> None:
 
 
 def _run_whole(runner: Runner, token_ids: list[int]) -> np.ndarray:
-    return runner.run(Piece(token_ids, 0, shuffled_blocks(len(token_ids))))
+    logits: np.ndarray = runner.run(Piece(token_ids, 0, shuffled_blocks(len(token_ids))))
+    return logits
 
 
 def _run_chunks(runner: Runner, token_ids: list[int], chunk: int) -> np.ndarray:

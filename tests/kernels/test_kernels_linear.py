@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_models import in_arena
 
 from engine.kernels.formats import GROUP_SIZE, WeightFormat
 from engine.kernels.library import KernelError, Library, address
 from engine.kernels.pack import PackedMatrix
 from engine.kernels.quantize import MatrixWeights, quantize
+from tests.kernels.kernel_models import in_arena
 
 Array = npt.NDArray[Any]
 

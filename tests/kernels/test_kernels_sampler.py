@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_models import SmallConfig, make_runner
 
 from engine.kernels.library import SAMPLING_DTYPE, Library
 from engine.kernels.native_llama import NativeLlama
+from tests.kernels.kernel_models import SmallConfig, make_runner
 
 Array = npt.NDArray[Any]
 

@@ -348,10 +348,13 @@ async def test_bytes_and_seconds_are_metrics(served: Served, make_segment: MakeS
 
 
 def _sample(name: str) -> float:
-    for line in metrics.render()[0].decode().splitlines():
-        if line.split("{")[0].split(" ")[0] == name:
-            return float(line.rpartition(" ")[2])
-    return 0
+    """Over all its labels."""
+    lines = metrics.render()[0].decode().splitlines()
+    return sum(
+        float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith((f"{name}{{", f"{name} "))
+    )
 
 
 async def test_random_pulls_and_cancellations_leave_nothing_behind(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer_svc.runs import BlockRun, to_runs
+from kv_transfer_svc.runs import BlockRun, split_runs, to_runs
 from mesh.errors import InvalidRequest
 
 
@@ -71,3 +71,26 @@ def test_runs_are_the_same_pairs_and_cannot_be_merged(data: st.DataObject) -> No
             after.source,
             after.destination,
         )
+
+
+@given(
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    num_parts=st.integers(1, 6),
+)
+def test_parts_are_the_runs_in_order_and_about_equal(counts: list[int], num_parts: int) -> None:
+    starts = [10 * number for number in range(len(counts))]
+    runs = [BlockRun(start, start + 1, count) for start, count in zip(starts, counts, strict=True)]
+
+    parts = split_runs(runs, num_parts)
+
+    def blocks(some: list[BlockRun]) -> list[tuple[int, int]]:
+        return [
+            (run.source + offset, run.destination + offset)
+            for run in some
+            for offset in range(run.num_blocks)
+        ]
+
+    assert blocks([run for part in parts for run in part]) == blocks(runs)
+    assert len(parts) <= num_parts
+    largest = -(-sum(counts) // num_parts)
+    assert all(0 < len(blocks(part)) <= largest for part in parts)

@@ -11,9 +11,6 @@ from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, chat, run_gateway
 from tests.obs.browser import CHROMIUM, DRIVER, Browser, browser
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None, reason="make browser installs Chromium"
-)
 CHAT = "/v1/chat/completions"
 
 
@@ -25,6 +22,8 @@ async def gateway() -> AsyncIterator[RunningGateway]:
 
 @pytest.fixture
 async def page(gateway: RunningGateway, tmp_path: Path) -> AsyncIterator[Browser]:
+    assert CHROMIUM, "install Chromium: make browser"
+    assert DRIVER, "install Chromium's driver: make browser"
     async with browser(tmp_path) as made:
         yield made
 

@@ -20,7 +20,7 @@ from scheduler_svc.workers import (
 DECODE = WorkerView("d0", "d0@1", Role.DECODE, "d0:1", "smol", "f1", 16, 1000, 8192)
 PREFILL = replace(DECODE, worker_id="p0", holder_id="p0@1", role=Role.PREFILL)
 FACTS = RequestFacts("smol", 1600, 16)
-SETTINGS = PlacementSettings(explore_ratio=0)
+SETTINGS = PlacementSettings(explore_ratio=0, local_margin=0)
 
 
 def measured(
@@ -117,8 +117,19 @@ def test_the_cheaper_mode_is_chosen(
     assert decision.reason in (Reason.LOCAL_CHEAPER, Reason.REMOTE_CHEAPER)
 
 
+def test_local_mode_must_be_cheaper_by_the_margin() -> None:
+    by_half = PlacementSettings(explore_ratio=0)
+
+    decision = decide(measured(), settings=by_half)
+
+    assert (decision.mode, decision.reason) == (
+        PlacementMode.DISAGGREGATED,
+        Reason.REMOTE_CHEAPER,
+    )
+
+
 def test_the_other_mode_is_tried_once_in_a_while() -> None:
-    settings = PlacementSettings(explore_ratio=0.1)
+    settings = PlacementSettings(explore_ratio=0.1, local_margin=0)
 
     decisions = [decide(measured(), settings=settings, seed=seed) for seed in range(300)]
 

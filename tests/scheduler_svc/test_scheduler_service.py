@@ -666,7 +666,7 @@ def _num_rejections(reason: str) -> float:
 
 
 async def test_state_says_when_this_deployment_is_better_off_local(serve: Serve) -> None:
-    mesh = await serve()
+    mesh = await serve(local_margin=0)
     await _measure(mesh, num_requests=20, prefill_ms=100)
     [verdict] = (await mesh.state()).verdicts
     assert verdict.advice == scheduler_pb2.DisaggregationVerdict.ADVICE_UNSPECIFIED

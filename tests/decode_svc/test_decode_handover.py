@@ -1,0 +1,222 @@
+"""Decode calls that come before prefill has finished: what is pulled when, and what ends them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from decode_svc.kv_import import KvImportLimits
+from engine.request import RequestTimings
+from mesh.errors import KvLeaseExpired, KvTransferFailed, from_rpc_error
+from mesh.v1 import decode_pb2, prefill_pb2, types_pb2
+from tests.scripted_engine import ScriptedEngineLoop
+from tests.worker_wire import DecodeRig, decode_request, decode_stub
+
+if TYPE_CHECKING:
+    from mesh.v1.decode_pb2_grpc import DecodeServiceAsyncStub as Stub
+else:
+    Stub = Any
+
+# Three blocks of four, the last one partly filled.
+PROMPT = [*range(5, 15)]
+
+
+@pytest.fixture
+async def rig() -> DecodeRig:
+    limits = KvImportLimits(pull_timeout_s=0.3, release_timeout_s=0.3)
+    return DecodeRig(ScriptedEngineLoop(), limits)
+
+
+@pytest.fixture
+def engine(rig: DecodeRig) -> ScriptedEngineLoop:
+    engine = rig.importer.engine
+    assert isinstance(engine, ScriptedEngineLoop)
+    return engine
+
+
+@pytest.fixture
+async def stub(rig: DecodeRig) -> AsyncIterator[Stub]:
+    async with decode_stub(rig) as stub:
+        yield stub
+
+
+def early_request(rig: DecodeRig, layout_fingerprint: str = "f1") -> decode_pb2.DecodeRequest:
+    handle = rig.handle(10, 11, 12, 13, layout_fingerprint=layout_fingerprint)
+    handle.block_generations.extend([1, 1, 2])
+    request = decode_request(prompt=PROMPT, kv_handle=handle)
+    request.awaits_first_token = True
+    return request
+
+
+def computed(rig: DecodeRig, num_tokens: int, first_token_id: int | None = None) -> None:
+    rig.holder.progress.put_nowait(
+        prefill_pb2.WatchKvResponse(num_computed_tokens=num_tokens, first_token_id=first_token_id)
+    )
+
+
+async def next_pull(rig: DecodeRig) -> tuple[list[int], list[int], list[int]]:
+    """Source blocks, their generations, destination blocks."""
+    pull = await asyncio.wait_for(rig.agent.pulls.get(), 5)
+    assert pull.source_address == rig.agent_server.address
+    return (
+        list(pull.source_block_ids),
+        list(pull.source_generations),
+        list(pull.destination_block_ids),
+    )
+
+
+async def test_full_blocks_are_pulled_as_they_are_computed(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    run = await engine.next_run()
+    assert (run.request.remote_kv, run.request.remote_token) == (True, True)
+    run.want_remote_kv(0, 3, 4, 5)
+
+    computed(rig, 3)
+    computed(rig, 6)
+    assert await next_pull(rig) == ([11], [1], [3])
+    computed(rig, 8)
+    assert await next_pull(rig) == ([12], [1], [4])
+    assert engine.kv_answers.empty()
+    computed(rig, 10, first_token_id=9)
+    assert await next_pull(rig) == ([13], [2], [5])
+
+    assert await engine.next_kv_answer() == (run.request.request_id, True)
+    assert engine.given_tokens[run.request.request_id] == [9]
+    run.finish(1)
+    answer = [event async for event in events]
+    assert list(answer[0].tokens.token_ids) == [1]
+    assert answer[-1].finished.kv_transfer_bytes == 300
+
+
+async def test_blocks_that_are_here_are_left_out(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    run = await engine.next_run()
+    run.want_remote_kv(1, 4, 5)
+
+    computed(rig, 4)
+    computed(rig, 10, first_token_id=9)
+
+    assert await next_pull(rig) == ([12, 13], [1, 2], [4, 5])
+    run.finish(1)
+    assert [event async for event in events]
+
+
+async def test_prefill_that_fails_fails_the_call_before_any_token(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    # KV-20
+    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    run = await engine.next_run()
+    run.want_remote_kv(0, 3, 4, 5)
+    computed(rig, 8)
+    await next_pull(rig)
+
+    rig.holder.progress.put_nowait(KvLeaseExpired("the prefill of h1 is over"))
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(events)
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, KvTransferFailed)
+    assert "is over" in str(error)
+    assert await engine.next_kv_answer() == (run.request.request_id, False)
+    await asyncio.wait_for(run.closed.wait(), 5)
+
+
+async def test_pull_that_fails_waits_for_the_token_and_computes_here(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    # KV-19
+    rig.agent.error = KvTransferFailed("engine e-prefill is not attached here")
+    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    run = await engine.next_run()
+    run.want_remote_kv(0, 3, 4, 5)
+    computed(rig, 8)
+    await next_pull(rig)
+    computed(rig, 10, first_token_id=9)
+
+    assert await engine.next_kv_answer() == (run.request.request_id, False)
+    assert engine.given_tokens[run.request.request_id] == [9]
+    assert rig.agent.pulls.empty()
+    run.finish(1)
+    assert [event async for event in events]
+
+
+async def test_handle_that_does_not_fit_is_followed_for_its_token_only(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    # KV-25
+    events = aiter(stub.Decode(early_request(rig, "f2"), timeout=5))
+    computed(rig, 8)
+    computed(rig, 10, first_token_id=9)
+
+    run = await engine.next_run()
+    run.finish(1)
+
+    assert run.request.output_token_ids == [9]
+    assert not run.request.remote_kv
+    assert [event async for event in events]
+    assert rig.agent.pulls.empty()
+
+
+async def test_frozen_agent_costs_its_timeout_and_no_token(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    # KV-21
+    rig.agent.may_finish.clear()
+    events = aiter(stub.Decode(early_request(rig), timeout=10))
+    run = await engine.next_run()
+    run.want_remote_kv(0, 3, 4, 5)
+    computed(rig, 8)
+    computed(rig, 10, first_token_id=9)
+
+    again = await engine.next_run()
+    assert again.request.output_token_ids == [9]
+    assert engine.kv_answers.empty()
+    again.finish(1)
+    assert [event async for event in events]
+    rig.agent.may_finish.set()
+    assert await engine.next_kv_answer() == (run.request.request_id, False)
+
+
+async def test_caller_that_leaves_ends_the_following(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    # KV-16
+    call = stub.Decode(early_request(rig), timeout=5)
+    run = await engine.next_run()
+    run.want_remote_kv(0, 3, 4, 5)
+    await asyncio.wait_for(rig.holder.followed.get(), 5)
+
+    call.cancel()
+
+    assert await engine.next_kv_answer() == (run.request.request_id, False)
+    await asyncio.wait_for(run.closed.wait(), 5)
+
+
+async def test_time_before_the_first_token_is_not_decodes(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    # OB-01
+    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    run = await engine.next_run()
+    run.want_remote_kv(0, 3, 4, 5)
+    computed(rig, 8)
+    await next_pull(rig)
+    await asyncio.sleep(0.3)
+    computed(rig, 10, first_token_id=9)
+    await engine.next_kv_answer()
+    # As the engine counts: it knows nothing of the prefill.
+    run.finish(1, timings=RequestTimings(decode_wait_s=0.1, remote_kv_s=0.25, decode_s=0.01))
+
+    last = [event async for event in events][-1]
+
+    stages = {timing.stage: timing.duration_ms for timing in last.finished.timings}
+    assert types_pb2.STAGE_DECODE_WAIT not in stages
+    assert stages[types_pb2.STAGE_KV_TRANSFER] <= 50
+    assert stages[types_pb2.STAGE_DECODE_STEPS] == pytest.approx(10)
