@@ -55,31 +55,31 @@ class SequenceSlice:
 
 def build_batch(slices: Sequence[SequenceSlice], block_size: int) -> ForwardBatch:
     """Lay the slices end to end."""
+    token_ids: list[int] = []
     query_starts = [0]
     seq_lens: list[int] = []
     logits_rows: list[int] = []
     for part in slices:
-        end = query_starts[-1] + len(part.token_ids)
-        query_starts.append(end)
+        token_ids.extend(part.token_ids)
+        query_starts.append(len(token_ids))
         seq_lens.append(part.num_computed_tokens + len(part.token_ids))
-        logits_rows.extend(range(end - part.num_logits, end))
-    num_tokens = query_starts[-1]
-    token_ids = np.empty(num_tokens, dtype=np.int64)
-    positions = np.empty(num_tokens, dtype=np.int64)
-    width = max((-(-seq_len // block_size) for seq_len in seq_lens), default=0)
+        logits_rows.extend(range(len(token_ids) - part.num_logits, len(token_ids)))
+    width = -(-max(seq_lens, default=0) // block_size)
     block_tables = np.zeros((len(slices), width), dtype=np.int64)
-    owners = np.repeat(np.arange(len(slices)), np.diff(query_starts))
     for index, part in enumerate(slices):
-        rows = slice(query_starts[index], query_starts[index + 1])
-        token_ids[rows] = part.token_ids
-        positions[rows] = np.arange(part.num_computed_tokens, seq_lens[index])
         num_blocks = -(-seq_lens[index] // block_size)
         block_tables[index, :num_blocks] = part.block_ids[:num_blocks]
-    block_ids = block_tables[owners, positions // block_size]
+    owners = np.arange(len(slices))
+    positions = np.array([part.num_computed_tokens for part in slices], dtype=np.int64)
+    if len(token_ids) > len(slices):
+        starts = np.array(query_starts)
+        owners = owners.repeat(np.diff(starts))
+        positions = np.arange(len(token_ids)) + (positions - starts[:-1])[owners]
+    block_indexes, offsets = np.divmod(positions, block_size)
     return ForwardBatch(
-        token_ids=token_ids,
+        token_ids=np.array(token_ids, dtype=np.int64),
         positions=positions,
-        slot_mapping=block_ids * block_size + positions % block_size,
+        slot_mapping=block_tables[owners, block_indexes] * block_size + offsets,
         query_starts=query_starts,
         seq_lens=seq_lens,
         block_tables=block_tables,

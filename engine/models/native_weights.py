@@ -204,7 +204,10 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         num_bytes = os.fstat(file.fileno()).st_size
         if data_start > num_bytes:
             raise StalePackedWeights(f"{path}: cut off within its header")
-        header: dict[str, Any] = json.loads(file.read(length))
+        try:
+            header: dict[str, Any] = json.loads(file.read(length))
+        except ValueError as error:
+            raise StalePackedWeights(f"{path}: header: {error}") from None
     if data_start + header["num_bytes"] != num_bytes:
         raise StalePackedWeights(f"{path}: {num_bytes} bytes are not what its header describes")
     return header, data_start

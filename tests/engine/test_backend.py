@@ -1,0 +1,196 @@
+"""Which backend and formats an engine gets, weights that are packed once, draws that agree."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig, ModelConfig
+from engine.engine import build_engine
+from engine.kernels.library import SAMPLING_DTYPE, load_library
+from engine.models import native_weights
+from engine.models.native import NativeModel
+from engine.models.native_weights import SOURCE_GGUF, load_packed
+from engine.models.registry import BackendError, Choice, choose, load_model
+from engine.request import Request
+from engine.sampling import SamplingParams, draw_tokens
+from tests.fakes import ContentHasher, run_to_end, token_ids_of
+from tests.tiny_llama import make_tiny_model
+
+needs_kernels = pytest.mark.skipif(load_library() is None, reason="the kernels could not be built")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_tiny_model(tmp_path)
+    return tmp_path
+
+
+def choice(folder: Path, **values: Any) -> Choice:
+    return choose(EngineConfig(folder, **values), ModelConfig.from_folder(folder), 256)
+
+
+@needs_kernels
+def test_auto_is_native_with_the_stored_numbers(folder: Path) -> None:
+    assert choice(folder) == Choice("native", "float32", "float32")
+    assert choice(folder, dtype="bfloat16") == Choice("native", "bfloat16", "bfloat16")
+    assert choice(folder, backend="torch") == Choice("torch", "float32", "float32")
+
+
+@needs_kernels
+def test_auto_takes_the_quantized_values_that_a_model_was_made_from(folder: Path) -> None:
+    (folder / SOURCE_GGUF).touch()
+
+    assert choice(folder) == Choice("native", "int4", "bfloat16")
+    assert choice(folder, kv_cache_dtype="fp8") == Choice("native", "int4", "fp8")
+    assert choice(folder, quantization="none").weights == "float32"
+    # Who asks for a dtype does not get fewer bits.
+    assert choice(folder, dtype="float32").weights == "float32"
+    assert choice(folder, backend="torch").weights == "float32"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"backend": "torch", "quantization": "int8"}, "quantization int8 needs the native"),
+        ({"backend": "torch", "kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 needs the native"),
+        ({"backend": "torch", "kv_cache_dtype": "bfloat16"}, "bfloat16 with float32 needs"),
+        ({"backend": "native", "device": "cuda"}, "device is cuda"),
+        ({"device": "cuda", "quantization": "int4"}, "needs the native backend: device is cuda"),
+    ],
+)
+def test_what_nothing_here_can_run_is_refused(
+    folder: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BackendError, match=message):
+        choice(folder, **values)
+
+
+def test_without_the_library_torch_serves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.models.registry.load_library", lambda: None)
+
+    assert choice(folder).backend == "torch"
+    with pytest.raises(BackendError, match="could not be built"):
+        choice(folder, backend="native")
+
+
+@needs_kernels
+def test_weights_are_packed_once_and_mapped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig.from_folder(folder)
+    first = load_packed(folder, config, "int8")
+    monkeypatch.setattr(native_weights, "_pack", _refuse)
+
+    second = load_packed(folder, config, "int8")
+
+    [path] = (folder / ".packed").glob("int8-*")
+    assert str(path) in Path("/proc/self/maps").read_text()
+    for name in ("embedding.data", "0.qkv.scales", "1.post_attention_norm"):
+        assert np.array_equal(first.arena[name], second.arena[name])
+        with pytest.raises(ValueError, match="read-only"):
+            second.arena[name][:] = 0
+
+
+def _refuse(*_: object) -> None:
+    raise AssertionError("packed again")
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_bytes", [0, 4, 100, 5000])
+def test_a_packed_file_that_is_cut_off_is_made_again(folder: Path, num_bytes: int) -> None:
+    config = ModelConfig.from_folder(folder)
+    load_packed(folder, config, "float32")
+    [path] = (folder / ".packed").glob("float32-*")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:num_bytes])
+
+    load_packed(folder, config, "float32")
+
+    assert path.read_bytes() == whole
+
+
+@needs_kernels
+def test_other_weights_replace_the_packed_ones(folder: Path) -> None:
+    config = ModelConfig.from_folder(folder)
+    before = load_packed(folder, config, "int4")
+    kept = before.arena["0.down.data"].copy()
+    make_tiny_model(folder, seed=1)
+
+    after = load_packed(folder, config, "int4")
+
+    assert len(list((folder / ".packed").glob("int4-*"))) == 1
+    assert not np.array_equal(after.arena["0.down.data"], kept)
+    # Who has the old ones mapped keeps them.
+    assert np.array_equal(before.arena["0.down.data"], kept)
+
+
+@needs_kernels
+def test_a_folder_that_cannot_be_written_packs_in_memory(folder: Path, tmp_path: Path) -> None:
+    # A file where the folder should be: root may write into read-only folders.
+    (tmp_path / "taken").touch()
+    engine = build_engine(
+        EngineConfig(folder, num_blocks=8, packed_weights_dir=tmp_path / "taken"),
+        lambda fields: ContentHasher(),
+    )
+    shutil.rmtree(folder / ".packed", ignore_errors=True)
+    request = Request("r", [5, 6, 7], SamplingParams(4, temperature=0.0, ignore_eos=True))
+
+    assert len(token_ids_of(run_to_end(engine, request)["r"])) == 4
+    engine.close()
+
+
+def test_a_worker_does_not_load_torch() -> None:
+    code = "import sys, decode_svc.service, prefill_svc.service, worker.host as w; "
+    code += "assert w and 'torch' not in sys.modules"
+
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture(scope="module")
+def native_model(tmp_path_factory: pytest.TempPathFactory) -> NativeModel:
+    if load_library() is None:
+        pytest.skip("the kernels could not be built")
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder, vocab_size=1531)
+    config = EngineConfig(folder, backend="native", num_threads=2)
+    model = load_model(config, ModelConfig.from_folder(folder), 256).model
+    assert isinstance(model, NativeModel)
+    return model
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    row_seed=st.integers(0, 1000),
+    scale=st.sampled_from([0.01, 1.0, 4.0]),
+    is_coarse=st.booleans(),
+    params=st.lists(
+        st.tuples(
+            st.integers(-(2**63), 2**63 - 1),
+            st.integers(0, 8000),
+            st.sampled_from([0.0, 0.3, 1.0, 1.7]),
+            st.sampled_from([0.0, 0.3, 0.9, 0.999999, 1.0]),
+            st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+            st.sampled_from([0, 1, 3, 50, 1200, 1531]),
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+)
+def test_the_kernels_draw_the_tokens_that_the_sampler_draws_without_them(
+    native_model: NativeModel, row_seed: int, scale: float, is_coarse: bool, params: list[Any]
+) -> None:
+    drawn = np.random.default_rng(row_seed).standard_normal((len(params), 1531))
+    if is_coarse:
+        drawn = (drawn * 4).round() / 4
+    logits = (drawn * scale).astype(np.float32)
+    logits[0, row_seed % 1531] = (-np.inf, np.nan, np.inf, 0.0)[row_seed % 4]
+    rows = np.array(params, dtype=SAMPLING_DTYPE)
+
+    expected = draw_tokens(logits.copy(), rows)
+
+    assert native_model.draw(logits, rows).tolist() == expected.tolist()
