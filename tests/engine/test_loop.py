@@ -232,17 +232,20 @@ async def test_an_id_can_be_used_again_at_once_and_gets_only_its_own_tokens() ->
 
 
 async def test_a_refused_id_does_not_disturb_the_request_that_owns_it() -> None:
-    async with running(make_engine()) as loop:
-        events = loop.generate(Request("r", PROMPT, ENDLESS))
+    # So long that it cannot end before the second one is refused.
+    num_tokens = 3000
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    engine = make_engine(num_blocks=1000, max_model_len=4000)
+    async with running(engine) as loop:
+        events = loop.generate(Request("r", PROMPT, params))
         await anext(events)
 
         with pytest.raises(DuplicateRequest):
             await tokens_of(loop, Request("r", [3], GREEDY))
 
-        num_tokens = 1
         async for _ in events:
-            num_tokens += 1
-        assert num_tokens == 190
+            num_tokens -= 1
+        assert num_tokens == 1
 
 
 async def test_what_could_never_be_served_is_refused_without_waiting_for_a_step() -> None:
