@@ -118,6 +118,7 @@ def test_the_folder_says_what_other_tools_need(smollm2_path: Path) -> None:
 
 
 def test_every_file_is_readable_by_others(smollm2_path: Path) -> None:
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in smollm2_path.iterdir()}
+    files = [path for path in smollm2_path.iterdir() if path.is_file()]
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in files}
 
     assert set(modes.values()) == {0o644}
