@@ -22,7 +22,9 @@ from mesh.errors import (
 
 
 def subclasses(kind: type[MeshError]) -> list[type[MeshError]]:
-    return [one for child in kind.__subclasses__() for one in (child, *subclasses(child))]
+    """Those that travel: a class that one service derives for itself is not on the wire."""
+    below = [one for child in kind.__subclasses__() for one in (child, *subclasses(child))]
+    return [one for one in below if one.__module__ == errors.__name__]
 
 
 def rpc_error(
