@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from decode_svc.kv_holder import RemoteKv
 from decode_svc.kv_import import ComputeHere, KvImporter
-from engine.request import RemoteKvWanted, Request, TokenOutput
+from engine.request import PrefillProgress, RemoteKvWanted, Request, TokenOutput
 from mesh.telemetry import Span, Stopwatch, use_span
 from worker.engine_port import EnginePort, RunEvent, run_request
+from worker.spans import add_chunk_event
 from worker.streams import ActiveStreams
 
 
@@ -67,7 +68,7 @@ class Generator:
                 )
         async with self._streams.open(run_request(self._engine, request)) as events:
             async for batch in events:
-                if tokens := _tokens(batch):
+                if tokens := _tokens(batch, span):
                     yield tokens
 
     async def _import(
@@ -87,7 +88,7 @@ class Generator:
                                 transfer.is_running = True
                                 with use_span(span):
                                     claim.start_import(event, events.fail)
-                        if tokens := _tokens(batch):
+                        if tokens := _tokens(batch, span):
                             transfer.is_running = False
                             transfer.payload_bytes = claim.payload_bytes
                             yield tokens
@@ -97,5 +98,8 @@ class Generator:
                     transfer.overlap_s = claim.first_token_at - started_at
 
 
-def _tokens(batch: Sequence[RunEvent]) -> list[TokenOutput]:
+def _tokens(batch: Sequence[RunEvent], span: Span) -> list[TokenOutput]:
+    for event in batch:
+        if isinstance(event, PrefillProgress):
+            add_chunk_event(span, event)
     return [event for event in batch if isinstance(event, TokenOutput)]

@@ -2,11 +2,23 @@
 
 import ipaddress
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, model_validator
 
 from mesh.config import Address, Addresses, ServiceConfig
+
+# What OpenTelemetry's variable may say besides a truth value, and whether spans get the text.
+_CAPTURE_MODES = {
+    "no_content": False,
+    "span_only": True,
+    "event_only": False,
+    "span_and_event": True,
+}
+
+
+def _captures_content(value: object) -> object:
+    return _CAPTURE_MODES.get(value.lower(), value) if isinstance(value, str) else value
 
 
 class GatewayConfig(ServiceConfig):
@@ -68,6 +80,14 @@ class GatewayConfig(ServiceConfig):
     health_interval_s: float = Field(1.0, gt=0, description="seconds between health checks")
     health_stall_s: float = Field(
         20.0, gt=0, description="a worker with running requests and no step for so long is stalled"
+    )
+
+    trace_content: Annotated[bool, BeforeValidator(_captures_content)] = Field(
+        False,
+        validation_alias=AliasChoices(
+            "PDMESH_TRACE_CONTENT", "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
+        ),
+        description="put prompts and answers into the root span: whoever sees traces reads them",
     )
 
     dashboard_key: SecretStr | None = Field(

@@ -35,6 +35,9 @@ class FinishedRequest:
     segments: tuple[Segment, ...]
     overlap_ms: float
     num_choices: int
+    longest_completion_tokens: int
+    # What each choice might have had.
+    max_tokens: int
     mode: str | None
     prefill_worker_id: str
     decode_worker_id: str

@@ -39,6 +39,7 @@ class GenerateEndpoint:
             self._api.operation,
             client_request_id=scope.get(CLIENT_REQUEST_ID, ""),
             recent=self._core.recent,
+            keeps_content=self._core.config.trace_content,
         )
         with self._core.in_flight.request(), span("gateway.request", kind=SpanKind.SERVER) as root:
             outcome: BaseException | None = None

@@ -46,6 +46,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             _operation(request),
             client_request_id=request.request_id[:_MAX_ID_CHARS],
             recent=self._core.recent,
+            keeps_content=self._core.config.trace_content,
         )
         record.is_stream = True
         root = start_span("gateway.request", kind=SpanKind.SERVER)

@@ -12,12 +12,14 @@ from starlette.requests import ClientDisconnect
 from gateway.dashboard.recent import RecentRequests
 from gateway.errors import CLIENT_CLOSED_REQUEST, OK, to_answer
 from gateway.finished import FinishedRequest, stage_name
+from gateway.genai import Content, request_attributes
 from gateway.generation import Delta, Job, JobTrace
 from gateway.openai.api import FINISH_REASONS
+from gateway.request_metrics import measure
 from gateway.timeline import Stage, Timeline
 from mesh import metrics
 from mesh.errors import MeshError
-from mesh.telemetry import Span
+from mesh.telemetry import Span, is_tracing
 from mesh.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ class RequestRecord:
         *,
         client_request_id: str = "",
         recent: RecentRequests,
+        keeps_content: bool = False,
     ) -> None:
         self.timeline = Timeline()
         self.request_id = request_id
@@ -60,7 +63,10 @@ class RequestRecord:
         self._prompts: Sequence[Job] = ()
         self._finish_reasons: dict[int, str] = {}
         self._first_token_ms: float | None = None
-        self._last_token_ms: float | None = None
+        # By choice.
+        self._last_token_ms: dict[int, float] = {}
+        # Nobody but a trace may keep what was said.
+        self._content = Content() if keeps_content and is_tracing() else None
         self._is_finished = False
 
     def serve(self, groups: Sequence[Sequence[Job]]) -> None:
@@ -80,11 +86,20 @@ class RequestRecord:
         """A delta has reached the gateway."""
         if delta.token_ids:
             self._recent.add_tokens(len(delta.token_ids))
-            self._last_token_ms = self.timeline.elapsed_ms
-            if self._first_token_ms is None:
-                self._first_token_ms = self._last_token_ms
+            self._note_time(index)
+        if self._content is not None:
+            self._content.add(index, delta.text)
         if delta.finish is not None:
             self._finish_reasons[index] = FINISH_REASONS[delta.finish.reason]
+
+    def _note_time(self, index: int) -> None:
+        now_ms = self.timeline.elapsed_ms
+        if self._first_token_ms is None:
+            self._first_token_ms = now_ms
+        if (last_ms := self._last_token_ms.get(index)) is not None:
+            model = {"gen_ai.request.model": self.model}
+            metrics.INTER_TOKEN_LATENCY.record((now_ms - last_ms) / 1000, model)
+        self._last_token_ms[index] = now_ms
 
     def counts(self) -> TokenCounts:
         """Usage so far: each prompt counts once, each choice for itself."""
@@ -129,7 +144,7 @@ class RequestRecord:
         if finished.status >= _REJECTED_BELOW:
             extra["detail"] = str(error)
         logger.info("request finished", extra=extra)
-        _measure(finished)
+        measure(finished)
         self._describe(span, finished)
         self._recent.add(finished)
 
@@ -161,6 +176,8 @@ class RequestRecord:
             segments=tuple(self.timeline.segments),
             overlap_ms=self.timeline.overlap_ms,
             num_choices=len(self._jobs),
+            longest_completion_tokens=self._longest(),
+            max_tokens=self._jobs[0].sampling_params.max_tokens if self._jobs else 0,
             mode=served.mode,
             prefill_worker_id=served.prefill_worker_id,
             decode_worker_id=served.decode_worker_id,
@@ -174,46 +191,28 @@ class RequestRecord:
 
     def _tpot_ms(self) -> float | None:
         """Mean time between the tokens of one choice, after its first."""
-        num_gaps = max((job.num_completion_tokens for job in self._jobs), default=0) - 1
-        if self._first_token_ms is None or self._last_token_ms is None or num_gaps < 1:
+        num_gaps = self._longest() - 1
+        if self._first_token_ms is None or num_gaps < 1:
             return None
-        return (self._last_token_ms - self._first_token_ms) / num_gaps
+        return (max(self._last_token_ms.values()) - self._first_token_ms) / num_gaps
+
+    def _longest(self) -> int:
+        """Tokens of the longest choice."""
+        return max((job.num_completion_tokens for job in self._jobs), default=0)
 
     def _describe(self, span: Span, finished: FinishedRequest) -> None:
         if not span.is_recording():
             return
         span.set_attributes(finished.span_attributes())
+        if self._jobs:
+            span.set_attributes(request_attributes(self._jobs))
+            if self._content is not None:
+                span.set_attributes(self._content.attributes(self._jobs, self._finish_reasons))
         if self._first_token_ms is not None:
             ago_ms = finished.total_ms - self._first_token_ms
             span.add_event("first_token", timestamp=time.time_ns() - int(ago_ms * 1e6))
         if finished.status >= _REJECTED_BELOW:
             span.set_status(StatusCode.ERROR)
-
-
-def _measure(finished: FinishedRequest) -> None:
-    model = {"gen_ai.request.model": finished.model}
-    labels = model | {"gen_ai.operation.name": finished.operation}
-    error_label = {"error.type": finished.error} if finished.error is not None else {}
-    metrics.REQUEST_DURATION.record(finished.total_ms / 1000, labels | error_label)
-    outcome = {"outcome": _outcome_label(finished.status)}
-    metrics.REQUESTS.add(1, outcome | model | error_label)
-    for name, duration_ms in finished.named_stages_ms.items():
-        metrics.STAGE_DURATION.record(duration_ms / 1000, {"stage": name})
-    if finished.ttft_ms is not None:
-        metrics.TIME_TO_FIRST_TOKEN.record(finished.ttft_ms / 1000, labels)
-    if finished.tpot_ms is not None:
-        metrics.TIME_PER_OUTPUT_TOKEN.record(finished.tpot_ms / 1000, labels)
-    for reason in finished.finish_reasons:
-        metrics.FINISHED_CHOICES.add(1, {"reason": reason, **model})
-    for kind, amount in (
-        ("prompt", finished.prompt_tokens),
-        ("completion", finished.completion_tokens),
-        ("cached", finished.cached_tokens or 0),
-    ):
-        metrics.TOKENS.add(amount, {"type": kind, **model})
-    if finished.num_choices:
-        metrics.PROMPT_LENGTH.record(finished.prompt_tokens, model)
-        metrics.COMPLETION_LENGTH.record(finished.completion_tokens, model)
 
 
 def _outcome(error: BaseException | None) -> tuple[int, str | None]:
@@ -224,11 +223,3 @@ def _outcome(error: BaseException | None) -> tuple[int, str | None]:
         return CLIENT_CLOSED_REQUEST, "CANCELLED"
     reason = error.reason if isinstance(error, MeshError) else "INTERNAL"
     return to_answer(error).status, reason
-
-
-def _outcome_label(status: int) -> str:
-    if status == OK:
-        return "ok"
-    if status == CLIENT_CLOSED_REQUEST:
-        return "aborted"
-    return "rejected" if status < _REJECTED_BELOW else "error"

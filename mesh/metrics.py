@@ -1,37 +1,18 @@
 """Every metric of the mesh, declared once, and their text form for /metrics."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.resources import Resource
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import start_http_server
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from mesh import errors
+from mesh.instruments import REGISTRY, Counter, Gauge, Histogram, Values, WatchedCounter
 from mesh.vllm_names import VllmNames
-
-OTHER = "other"
-
-# Own registry and provider: nothing else in the process can add to or break /metrics.
-_registry = CollectorRegistry()
-_provider = MeterProvider(
-    metric_readers=[
-        PrometheusMetricReader(
-            disable_target_info=True, scope_info_enabled=False, registry=_registry
-        )
-    ],
-    resource=Resource.get_empty(),
-    shutdown_on_exit=False,
-)
-_meter = _provider.get_meter("pdmesh")
 
 
 def render() -> tuple[bytes, str]:
     """The body and the content type of /metrics."""
-    return generate_latest(_registry), CONTENT_TYPE_LATEST
+    return generate_latest(REGISTRY), CONTENT_TYPE_LATEST
 
 
 def listen(address: str | None, *, vllm_names: bool = False) -> Callable[[], None]:
@@ -41,11 +22,11 @@ def listen(address: str | None, *, vllm_names: bool = False) -> Callable[[], Non
     Without an address nothing listens; with `vllm_names`, /metrics has vLLM's names too.
     """
     if vllm_names:
-        _names.register(_registry)
+        _names.register(REGISTRY)
     if address is None:
         return lambda: None
     host, _, port = address.rpartition(":")
-    server, thread = start_http_server(int(port), host.strip("[]"), registry=_registry)
+    server, thread = start_http_server(int(port), host.strip("[]"), registry=REGISTRY)
 
     def stop() -> None:
         server.shutdown()
@@ -58,153 +39,6 @@ def listen(address: str | None, *, vllm_names: bool = False) -> Callable[[], Non
 def forget_vllm_names() -> None:
     """Undo `vllm_names`."""
     _names.unregister()
-
-
-@dataclass(frozen=True)
-class Description:
-    """What the documentation says of an instrument."""
-
-    name: str
-    kind: str
-    unit: str
-    text: str
-    labels: tuple[str, ...]
-    # The service that reports it.
-    service: str
-
-
-_descriptions: list[Description] = []
-
-
-def describe() -> list[Description]:
-    """Every instrument, in the order of declaration."""
-    return list(_descriptions)
-
-
-_UNITS = {"s": "_seconds", "By": "_bytes"}
-
-
-def prometheus_name(described: Description) -> str:
-    """The family's name on /metrics; a counter's samples end in `_total` on top."""
-    return described.name.replace(".", "_") + _UNITS.get(described.unit, "")
-
-
-class Values:
-    """The values that a label may take; every other one becomes "other".
-
-    What a client sends can therefore never add a series.
-    """
-
-    def __init__(self, *names: str, max_values: int = 64) -> None:
-        self._names = set(names)
-        self._max_values = max_values
-
-    def allow(self, *names: str) -> None:
-        """Add values that the operator chose, such as the names of served models."""
-        for name in names:
-            if len(self._names) < self._max_values:
-                self._names.add(name)
-
-    def pick(self, value: str) -> str:
-        return value if value in self._names else OTHER
-
-    @property
-    def names(self) -> frozenset[str]:
-        """All but "other"."""
-        return frozenset(self._names)
-
-    def only(self) -> str | None:
-        """The value, where there is one."""
-        return next(iter(self._names)) if len(self._names) == 1 else None
-
-
-Labels = Mapping[str, Values]
-NO_LABELS: Labels = {}
-
-
-class Counter:
-    """Only goes up."""
-
-    def __init__(
-        self, name: str, unit: str, text: str, labels: Labels = NO_LABELS, *, service: str
-    ) -> None:
-        self._labels = labels
-        self._counter = _meter.create_counter(name, unit, text)
-        _descriptions.append(Description(name, "counter", unit, text, tuple(labels), service))
-
-    def add(self, amount: float, values: Mapping[str, str] | None = None) -> None:
-        self._counter.add(amount, _bounded(self._labels, values))
-
-
-class Histogram:
-    """Distribution of a measurement over fixed buckets."""
-
-    def __init__(
-        self,
-        name: str,
-        unit: str,
-        text: str,
-        buckets: Iterable[float],
-        labels: Labels = NO_LABELS,
-        *,
-        service: str,
-    ) -> None:
-        self._labels = labels
-        self._histogram = _meter.create_histogram(
-            name, unit, text, explicit_bucket_boundaries_advisory=list(buckets)
-        )
-        _descriptions.append(Description(name, "histogram", unit, text, tuple(labels), service))
-
-    def record(self, amount: float, values: Mapping[str, str] | None = None) -> None:
-        self._histogram.record(amount, _bounded(self._labels, values))
-
-
-class _Watched:
-    """Reads its value, when /metrics is read, from whoever keeps it."""
-
-    def __init__(self, kind: str, name: str, unit: str, text: str, labels: Labels, service: str):
-        self._labels = labels
-        self._readers: dict[object, tuple[Callable[[], float], Mapping[str, str]]] = {}
-        _descriptions.append(Description(name, kind, unit, text, tuple(labels), service))
-
-    def watch(
-        self, read: Callable[[], float], values: Mapping[str, str] | None = None
-    ) -> Callable[[], None]:
-        """Report what `read` returns from now on; call the result to stop."""
-        key = object()
-        self._readers[key] = (read, _bounded(self._labels, values))
-        return lambda: self._readers.pop(key, None) and None
-
-    def _observe(self, options: CallbackOptions) -> Iterator[Observation]:
-        for read, values in list(self._readers.values()):
-            yield Observation(read(), values)
-
-
-class Gauge(_Watched):
-    """Goes up and down."""
-
-    def __init__(
-        self, name: str, unit: str, text: str, labels: Labels = NO_LABELS, *, service: str
-    ) -> None:
-        super().__init__("gauge", name, unit, text, labels, service)
-        _meter.create_observable_gauge(name, [self._observe], unit, text)
-
-
-class WatchedCounter(_Watched):
-    """Only goes up, and is counted elsewhere."""
-
-    def __init__(
-        self, name: str, unit: str, text: str, labels: Labels = NO_LABELS, *, service: str
-    ) -> None:
-        super().__init__("counter", name, unit, text, labels, service)
-        _meter.create_observable_counter(name, [self._observe], unit, text)
-
-
-def _bounded(labels: Labels, values: Mapping[str, str] | None) -> dict[str, str]:
-    """Labels not given are left out; one that was not declared is a bug."""
-    if not values:
-        return {}
-    return {name: labels[name].pick(value) for name, value in values.items()}
 
 
 # Served models; the gateway and the workers allow theirs at start.
@@ -227,7 +61,11 @@ STAGES = Values(
 REASONS = Values(*errors.REASONS)
 
 _MODEL = {"gen_ai.request.model": MODELS}
-_MODEL_LABELS = {**_MODEL, "gen_ai.operation.name": OPERATIONS}
+_MODEL_LABELS = {
+    **_MODEL,
+    "gen_ai.operation.name": OPERATIONS,
+    "gen_ai.provider.name": Values("pdmesh"),
+}
 _SECONDS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60]
 _PER_TOKEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5]
 _POWERS_OF_TWO = [2**n for n in range(18)]
@@ -255,6 +93,14 @@ TIME_PER_OUTPUT_TOKEN = Histogram(
     "Mean time between tokens after the first, per request",
     _PER_TOKEN,
     _MODEL_LABELS,
+    service="gateway",
+)
+INTER_TOKEN_LATENCY = Histogram(
+    "pdmesh.inter_token_latency",
+    "s",
+    "Time between two events that bring a choice's tokens",
+    [0.001, 0.0025, 0.005, *_PER_TOKEN],
+    _MODEL,
     service="gateway",
 )
 STAGE_DURATION = Histogram(
@@ -299,6 +145,46 @@ COMPLETION_LENGTH = Histogram(
     "{token}",
     "Completion tokens of a request",
     _POWERS_OF_TWO,
+    _MODEL,
+    service="gateway",
+)
+COMPUTED_PROMPT_LENGTH = Histogram(
+    "pdmesh.request.computed_prompt_tokens",
+    "{token}",
+    "Prompt tokens of a request that no prefix cache had",
+    _POWERS_OF_TWO,
+    _MODEL,
+    service="gateway",
+)
+LONGEST_COMPLETION = Histogram(
+    "pdmesh.request.longest_completion_tokens",
+    "{token}",
+    "Completion tokens of a request's longest choice",
+    _POWERS_OF_TWO,
+    _MODEL,
+    service="gateway",
+)
+MAX_TOKENS = Histogram(
+    "pdmesh.request.max_tokens",
+    "{token}",
+    "Completion tokens that a choice may have",
+    _POWERS_OF_TWO,
+    _MODEL,
+    service="gateway",
+)
+NUM_CHOICES = Histogram(
+    "pdmesh.request.choices",
+    "{choice}",
+    "Choices of a request",
+    [1, 2, 4, 8, 16, 32, 64, 128],
+    _MODEL,
+    service="gateway",
+)
+INFERENCE_DURATION = Histogram(
+    "pdmesh.request.inference.duration",
+    "s",
+    "From the first step of the prompt to the last token",
+    _SECONDS,
     _MODEL,
     service="gateway",
 )
@@ -445,6 +331,14 @@ PREFIX_CACHE_HITS = WatchedCounter(
     service="worker",
 )
 NUM_BLOCKS = Gauge("pdmesh.kv_cache.blocks", "{block}", "Blocks in the KV cache", service="worker")
+CACHE_BLOCK_SIZES, CACHE_SIZES = Values(), Values()
+KV_CACHE_CONFIG = Gauge(
+    "pdmesh.kv_cache.config",
+    "1",
+    "Always 1; the labels say how the KV cache is laid out",
+    {"block_size": CACHE_BLOCK_SIZES, "num_blocks": CACHE_SIZES},
+    service="worker",
+)
 NUM_FREE_BLOCKS = Gauge(
     "pdmesh.kv_cache.free_blocks",
     "{block}",

@@ -56,8 +56,22 @@ RENAMED = (
         "vllm:request_decode_time_seconds",
         {"stage": "decode_steps"},
     ),
+    Renamed("pdmesh_inter_token_latency_seconds", "vllm:inter_token_latency_seconds"),
+    Renamed("pdmesh_request_inference_duration_seconds", "vllm:request_inference_time_seconds"),
     Renamed("pdmesh_request_prompt_tokens", "vllm:request_prompt_tokens"),
     Renamed("pdmesh_request_completion_tokens", "vllm:request_generation_tokens"),
+    Renamed("pdmesh_request_longest_completion_tokens", "vllm:request_max_num_generation_tokens"),
+    Renamed("pdmesh_request_computed_prompt_tokens", "vllm:request_prefill_kv_computed_tokens"),
+    Renamed("pdmesh_request_choices", "vllm:request_params_n"),
+    Renamed("pdmesh_request_max_tokens", "vllm:request_params_max_tokens"),
+    Renamed(
+        "pdmesh_kv_cache_config",
+        "vllm:cache_config_info",
+        labels={"block_size": "block_size", "num_blocks": "num_gpu_blocks"},
+    ),
+    Renamed("pdmesh_kv_transfer_duration_seconds", "vllm:nixl_xfer_time_seconds"),
+    Renamed("pdmesh_kv_transfer_failures", "vllm:nixl_num_failed_transfers"),
+    Renamed("pdmesh_kv_cache_lease_expiries", "vllm:nixl_num_kv_expired_reqs"),
 )
 
 # Of a label that vLLM does not have, only the sum over its values is of use there.

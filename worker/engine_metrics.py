@@ -26,14 +26,18 @@ _WATCHED = {
 
 
 @contextmanager
-def watched_engine(engine: EngineLoop, model: str) -> Iterator[None]:
+def watched_engine(engine: EngineLoop, model: str, block_size: int) -> Iterator[None]:
     """Report what `engine` does for as long as the block lasts."""
     metrics.MODELS.allow(model)
+    layout = {"block_size": str(block_size), "num_blocks": str(engine.load().num_blocks)}
+    metrics.CACHE_BLOCK_SIZES.allow(layout["block_size"])
+    metrics.CACHE_SIZES.allow(layout["num_blocks"])
     engine.observe_steps(StepObserver())
     with ExitStack() as stack:
         for field, instrument in _WATCHED.items():
             stack.callback(instrument.watch(partial(_read, engine.load, field)))
         stack.callback(metrics.KV_CACHE_USAGE.watch(lambda: kv_cache_usage(engine.load())))
+        stack.callback(metrics.KV_CACHE_CONFIG.watch(lambda: 1, layout))
         stack.callback(metrics.STEP_AGE.watch(lambda: engine.last_step_age_s))
         yield
 

@@ -92,7 +92,7 @@ async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None
         engine = EngineLoop(loaded.engine, on_block_events)
         engine.start()
         stack.push_async_callback(engine.stop)
-        stack.enter_context(watched_engine(engine, config.model))
+        stack.enter_context(watched_engine(engine, config.model, config.block_size))
         server = MeshServer(config.listen)
         requests: EnginePort = engine
         if loaded.segment is not None:

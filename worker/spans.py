@@ -83,13 +83,18 @@ class StepObserver:
 
     def _trace(self, report: StepReport) -> None:
         for request_id in report.preempted_request_ids:
-            if (span := _running.get(request_id)) is not None:
+            if (span := _run_of(request_id)) is not None:
                 span.add_event("preempted")
         if self._clock() - self._last_span_at >= STEP_SPAN_INTERVAL_S:
-            linked = [span for one in report.request_ids if (span := _running.get(one))]
+            linked = [span for one in report.request_ids if (span := _run_of(one))]
             if linked:
                 self._last_span_at = self._clock()
                 _emit_step(report, linked)
+
+
+def _run_of(request_id: str) -> Span | None:
+    """The run of an engine's request; one that had to start again has an id longer by that."""
+    return _running.get("/".join(request_id.split("/", 2)[:2]))
 
 
 def _emit_step(report: StepReport, linked: list[Span]) -> None:

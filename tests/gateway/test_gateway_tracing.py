@@ -237,6 +237,28 @@ async def test_metrics_count_requests_and_tokens(http: httpx.AsyncClient, mesh: 
     assert sample("pdmesh_tokens_total", type="completion") == completion_tokens + 14
 
 
+async def test_lengths_gaps_and_parameters_of_requests_are_measured(
+    http: httpx.AsyncClient, mesh: FakeMesh
+) -> None:
+    mesh.model.default = [*b"four", EOS]
+    mesh.prefill.num_cached_tokens = 3
+    names = {
+        "pdmesh_inter_token_latency_seconds_count": 8,
+        "pdmesh_request_choices_sum": 2,
+        "pdmesh_request_max_tokens_sum": 30,
+        "pdmesh_request_longest_completion_tokens_sum": 5,
+        "pdmesh_request_completion_tokens_sum": 10,
+        "pdmesh_request_computed_prompt_tokens_sum": len(b"user: hello\n") - 3,
+        "pdmesh_request_inference_duration_seconds_count": 1,
+    }
+    before = {name: sample(name) for name in names}
+
+    await events(http, CHAT, chat("hello", n=2, max_tokens=30, stream=True))
+
+    grown = {name: sample(name) - before[name] for name in names}
+    assert grown == names
+
+
 async def test_what_clients_send_adds_no_series(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
     # OB-05
     await http.post(CHAT, json={**chat(), "model": "unknown"})

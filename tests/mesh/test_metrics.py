@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mesh import metrics
+from mesh import instruments, metrics
 from mesh.errors import REASONS
 from mesh.ports import find_free_ports
 
@@ -53,7 +53,7 @@ def test_labels_from_clients_never_add_more_than_one_series() -> None:
 
 # OB-05
 def test_allowed_values_are_bounded_too() -> None:
-    values = metrics.Values("a", max_values=3)
+    values = instruments.Values("a", max_values=3)
 
     values.allow("b", "c", "d")
 
@@ -96,7 +96,7 @@ def test_every_reason_of_the_taxonomy_has_its_own_series() -> None:
     ],
 )
 def test_genai_histograms_have_the_standard_buckets(
-    histogram: metrics.Histogram, name: str, first: float, last: float, num_buckets: int
+    histogram: instruments.Histogram, name: str, first: float, last: float, num_buckets: int
 ) -> None:
     histogram.record(0.05)
 
@@ -144,10 +144,10 @@ def test_what_is_counted_elsewhere_is_a_counter_here() -> None:
 
 
 def test_every_instrument_is_described_once() -> None:
-    names = [one.name for one in metrics.describe()]
+    names = [one.name for one in instruments.describe()]
 
     assert len(names) == len(set(names)) > 30
-    assert all(one.text and one.service for one in metrics.describe())
+    assert all(one.text and one.service for one in instruments.describe())
 
 
 @pytest.fixture

@@ -148,6 +148,63 @@ async def test_an_unsampled_trace_stays_unsampled_and_goes_on(
     assert passed_on.decode().split("-")[1::2] == [TRACE_ID, "00"]
 
 
+@pytest.mark.parametrize(
+    ("sampler", "argument", "parent_flag", "is_recorded"),
+    [
+        ("always_off", "", "01", False),
+        ("always_on", "", "00", True),
+        ("parentbased_always_off", "", None, False),
+        ("parentbased_always_off", "", "01", True),
+        ("traceidratio", "0", "01", False),
+        ("parentbased_traceidratio", "1", None, True),
+        ("parentbased_traceidratio", "1", "00", False),
+    ],
+)
+def test_the_standard_variables_decide_what_is_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+    sampler: str,
+    argument: str,
+    parent_flag: str | None,
+    is_recorded: bool,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
+    exporter = InMemorySpanExporter()
+    telemetry.start_tracing("test", SimpleSpanProcessor(exporter))
+    headers = [] if parent_flag is None else [("traceparent", TRACEPARENT[:-2] + parent_flag)]
+    caller = trace.get_current_span(extract_trace(headers))
+    try:
+        with use_span(caller), span("work"):
+            pass
+    finally:
+        telemetry.shutdown()
+
+    assert bool(exporter.get_finished_spans()) is is_recorded
+
+
+async def test_a_cancelled_call_ends_its_spans(exporter: InMemorySpanExporter) -> None:
+    # OB-03
+    has_begun, has_ended = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_ever(request: bytes, context: Any) -> bytes:
+        try:
+            with span("handler"), span("inner"):
+                has_begun.set()
+                await asyncio.Event().wait()
+        finally:
+            has_ended.set()
+        raise AssertionError("nobody sets it")
+
+    async with serving(UnaryUnary=wait_for_ever) as stub:
+        call = stub.unary_unary(b"", timeout=20)
+        await asyncio.wait_for(has_begun.wait(), 5)
+        assert exporter.get_finished_spans() == ()
+        call.cancel()
+        await asyncio.wait_for(has_ended.wait(), 5)
+
+    assert [one.name for one in exporter.get_finished_spans()] == ["inner", "handler"]
+
+
 # OB-04
 def test_an_enormous_tracestate_is_dropped_and_the_trace_kept() -> None:
     context = extract_trace([("traceparent", TRACEPARENT), ("tracestate", "a=" + "x" * 8190)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mesh import metrics
+from mesh import instruments
 from mesh.spans import SPANS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,10 +26,10 @@ TARGET_LABELS = {"service", "worker", "instance", "job", "le"}
 def series() -> dict[str, set[str]]:
     """The names of all samples, and their labels."""
     found: dict[str, set[str]] = {}
-    for one in metrics.describe():
+    for one in instruments.describe():
         endings = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"]}
         for ending in endings.get(one.kind, [""]):
-            name = metrics.prometheus_name(one) + ending
+            name = instruments.prometheus_name(one) + ending
             found[name] = {label.replace(".", "_") for label in one.labels}
     return found
 
@@ -145,7 +145,7 @@ def test_the_documentation_names_every_span_that_the_code_starts() -> None:
 def test_the_documentation_is_up_to_date() -> None:
     page = (ROOT / "docs" / "telemetry.md").read_text()
 
-    for one in metrics.describe():
+    for one in instruments.describe():
         assert f"`{one.name}`" in page
     for image in re.findall(r"\]\((img/[^)]+)\)", page):
         assert (ROOT / "docs" / image).stat().st_size > 10_000

@@ -11,10 +11,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from gateway.config import GatewayConfig
 from mesh import telemetry
+from mesh.config import load
 from mesh.errors import WorkerUnavailable
-from tests.gateway.fakes import EOS, FakeMesh, Fault
-from tests.gateway.running import chat, events, run_gateway
+from tests.gateway.fakes import EOS, MODEL, FakeMesh, Fault
+from tests.gateway.running import chat, completion, events, run_gateway
 
 CHAT = "/v1/chat/completions"
 
@@ -40,6 +42,11 @@ async def http(mesh: FakeMesh, exporter: InMemorySpanExporter) -> AsyncIterator[
         httpx.AsyncClient(base_url=gateway.url, timeout=20) as client,
     ):
         yield client
+
+
+@pytest.fixture(autouse=True)
+def no_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", raising=False)
 
 
 def named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
@@ -98,6 +105,86 @@ async def test_usage_is_on_the_edge_span_alone_and_the_stages_with_it(
     exported = json.dumps([json.loads(span.to_json()) for span in exporter.get_finished_spans()])
     assert "secret" not in exported
     assert "classified" not in exported
+
+
+async def test_the_edge_span_has_the_parameters_that_the_request_ran_with(
+    http: httpx.AsyncClient, mesh: FakeMesh, exporter: InMemorySpanExporter
+) -> None:
+    asked: dict[str, Any] = {
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "seed": 7,
+        "n": 2,
+        "max_tokens": 9,
+    }
+    await http.post(CHAT, json=chat(**asked, stop=["z"], presence_penalty=0.25))
+    await http.post(CHAT, json=chat())
+
+    told, plain = (attributes(span) for span in named(exporter, "gateway.request"))
+    params = {name: value for name, value in told.items() if name.startswith("gen_ai.request.")}
+    assert params == {
+        "gen_ai.request.model": MODEL,
+        "gen_ai.request.stream": False,
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.request.top_p": 0.5,
+        "gen_ai.request.top_k": 3,
+        "gen_ai.request.seed": 7,
+        "gen_ai.request.presence_penalty": 0.25,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.stop_sequences": ("z",),
+    }
+    # Drawn at the edge: with it, the answer can be made again.
+    assert plain["gen_ai.request.seed"] == mesh.prefill.requests[-1].sampling_params.seed
+    assert "gen_ai.request.choice.count" not in plain
+
+
+@pytest.mark.parametrize(("prompt", "stream"), [("text", True), ("ids", False), ("chat", True)])
+async def test_text_is_in_the_edge_span_only_where_an_operator_asks_for_it(
+    mesh: FakeMesh, exporter: InMemorySpanExporter, prompt: str, stream: bool
+) -> None:
+    mesh.model.default = [*b"classified", EOS]
+    chat_part = {"type": "text", "text": "secret"}
+    body, path = {
+        "text": (completion("secret", max_tokens=20), "/v1/completions"),
+        "ids": (completion([5, 6], max_tokens=20), "/v1/completions"),
+        "chat": ({**chat(), "messages": [{"role": "user", "content": [chat_part]}]}, CHAT),
+    }[prompt]
+    async with (
+        run_gateway(mesh, trace_content=True) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=20) as http,
+    ):
+        await http.post(path, json=body | {"stream": stream})
+
+    told = attributes(named(exporter, "gateway.request")[0])
+    [asked] = json.loads(told["gen_ai.input.messages"])
+    text_part = {"type": "text", "content": "secret"}
+    ids_part = {"type": "token_ids", "token_ids": [5, 6]}
+    assert asked["role"] == "user"
+    assert asked["parts"] == [{"ids": ids_part}.get(prompt, text_part)]
+    assert json.loads(told["gen_ai.output.messages"]) == [
+        {
+            "role": "assistant",
+            "parts": [{"type": "text", "content": "classified"}],
+            "finish_reason": "stop",
+        }
+    ]
+    others = [one for one in exporter.get_finished_spans() if one.name != "gateway.request"]
+    assert not any("classified" in one.to_json() for one in others)
+
+
+@pytest.mark.parametrize(
+    ("said", "captures"),
+    [("true", True), ("SPAN_ONLY", True), ("span_and_event", True), ("event_only", False)],
+)
+def test_opentelemetrys_own_variable_asks_for_text_too(
+    monkeypatch: pytest.MonkeyPatch, said: str, captures: bool
+) -> None:
+    assert not load(GatewayConfig).trace_content
+    monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", said)
+
+    assert load(GatewayConfig).trace_content is captures
 
 
 async def test_a_client_that_leaves_ends_every_span_once(

@@ -68,6 +68,15 @@ def test_a_preemption_is_an_event_of_the_request_that_lost_its_blocks(
     assert events == {"a-0": [], "b-0": ["preempted"]}
 
 
+def test_a_request_that_had_to_start_again_keeps_its_run(exporter: InMemorySpanExporter) -> None:
+    with run_span("decode.run", request("a-0/1")) as run:
+        StepObserver()(report("a-0/1/again", preempted=("a-0/1/again",)))
+
+    step, decode_run = exporter.get_finished_spans()
+    assert [link.context.span_id for link in step.links] == [run.get_span_context().span_id]
+    assert [event.name for event in decode_run.events] == ["preempted"]
+
+
 def test_without_tracing_steps_are_measured_and_leave_no_span() -> None:
     def count() -> float:
         lines = metrics.render()[0].decode().splitlines()

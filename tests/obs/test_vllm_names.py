@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mesh import metrics
+from mesh import instruments, metrics
 from mesh.vllm_names import RENAMED
 
 
@@ -59,8 +59,59 @@ def test_series_that_differ_only_in_our_labels_are_added_up() -> None:
     assert series("vllm:time_to_first_token_seconds_bucket")[bucket] == 2
 
 
+def test_the_layout_of_the_cache_is_told_as_autoscalers_read_it() -> None:
+    metrics.CACHE_BLOCK_SIZES.allow("16")
+    metrics.CACHE_SIZES.allow("512")
+    stop = metrics.KV_CACHE_CONFIG.watch(lambda: 1, {"block_size": "16", "num_blocks": "512"})
+
+    [(labels, value)] = series("vllm:cache_config_info").items()
+
+    assert value == 1
+    assert {"block_size": "16", "num_gpu_blocks": "512"}.items() <= dict(labels).items()
+    stop()
+
+
+# What vLLM's own dashboards, llm-d and KEDA recipes ask for.
+READ_ELSEWHERE = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "cache_config_info",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "prompt_tokens_cached",
+    "generation_tokens",
+    "request_success",
+    "corrupted_requests",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "iteration_tokens_total",
+    "request_max_num_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "request_prefill_kv_computed_tokens",
+    "nixl_xfer_time_seconds",
+    "nixl_num_failed_transfers",
+    "nixl_num_kv_expired_reqs",
+}
+
+
+def test_names_that_dashboards_and_autoscalers_read_are_there() -> None:
+    assert {f"vllm:{name}" for name in READ_ELSEWHERE} == {one.theirs for one in RENAMED}
+
+
 def test_every_renamed_family_is_one_of_ours() -> None:
-    ours = {metrics.prometheus_name(one) for one in metrics.describe()}
+    ours = {instruments.prometheus_name(one) for one in instruments.describe()}
 
     assert {renamed.ours for renamed in RENAMED} <= ours
 

@@ -90,6 +90,29 @@ async def test_one_request_is_one_trace_with_the_transfer_inside_the_decode(
     assert dict(decode_run.attributes or {})["pdmesh.kv_transfer.bytes"] == 3 * consumer.block_bytes
 
 
+async def test_chunk_ends_and_the_first_token_are_events_of_whichever_run_computes_the_prompt(
+    mesh: WorkerMesh, exporter: InMemorySpanExporter
+) -> None:
+    prompt = [3 + number % 60 for number in range(50)]
+    producer, consumer = await mesh.start_prefill(), await mesh.start_decode()
+    prefills = prefill_pb2_grpc.PrefillServiceStub(producer.channel)
+    decodes = decode_pb2_grpc.DecodeServiceStub(consumer.channel)
+    async for _ in prefills.Prefill(prefill_request("r", prompt, params=PARAMS)):
+        pass
+    async for _ in decodes.Decode(decode_request("s", prompt, params=PARAMS)):
+        pass
+
+    for name in ("prefill.run", "decode.run"):
+        (run,) = named(exporter, name)
+        *chunks, last = run.events
+        assert last.name == "first_token"
+        assert {event.name for event in chunks} == {"chunk"}
+        attributes = [dict(event.attributes or {}) for event in chunks]
+        computed = [int(str(one["pdmesh.num_computed_tokens"])) for one in attributes]
+        assert computed == sorted(computed)
+        assert computed[-1] < len(prompt)
+
+
 async def test_callers_that_leave_end_their_span_once_and_detach_nothing(
     mesh: WorkerMesh, exporter: InMemorySpanExporter, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,172 @@
+"""Kinds of instruments, with bounded labels, and the registry behind /metrics."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.resources import Resource
+from prometheus_client import CollectorRegistry
+
+OTHER = "other"
+
+# Own registry and provider: nothing else in the process can add to or break /metrics.
+REGISTRY = CollectorRegistry()
+_provider = MeterProvider(
+    metric_readers=[
+        PrometheusMetricReader(
+            disable_target_info=True, scope_info_enabled=False, registry=REGISTRY
+        )
+    ],
+    resource=Resource.get_empty(),
+    shutdown_on_exit=False,
+)
+_meter = _provider.get_meter("pdmesh")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What the documentation says of an instrument."""
+
+    name: str
+    kind: str
+    unit: str
+    text: str
+    labels: tuple[str, ...]
+    # The service that reports it.
+    service: str
+
+
+_descriptions: list[Description] = []
+
+
+def describe() -> list[Description]:
+    """Every instrument, in the order of declaration."""
+    return list(_descriptions)
+
+
+_UNITS = {"s": "_seconds", "By": "_bytes"}
+
+
+def prometheus_name(described: Description) -> str:
+    """The family's name on /metrics; a counter's samples end in `_total` on top."""
+    return described.name.replace(".", "_") + _UNITS.get(described.unit, "")
+
+
+class Values:
+    """The values that a label may take; every other one becomes "other".
+
+    What a client sends can therefore never add a series.
+    """
+
+    def __init__(self, *names: str, max_values: int = 64) -> None:
+        self._names = set(names)
+        self._max_values = max_values
+
+    def allow(self, *names: str) -> None:
+        """Add values that the operator chose, such as the names of served models."""
+        for name in names:
+            if len(self._names) < self._max_values:
+                self._names.add(name)
+
+    def pick(self, value: str) -> str:
+        return value if value in self._names else OTHER
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All but "other"."""
+        return frozenset(self._names)
+
+    def only(self) -> str | None:
+        """The value, where there is one."""
+        return next(iter(self._names)) if len(self._names) == 1 else None
+
+
+Labels = Mapping[str, Values]
+NO_LABELS: Labels = {}
+
+
+class Counter:
+    """Only goes up."""
+
+    def __init__(
+        self, name: str, unit: str, text: str, labels: Labels = NO_LABELS, *, service: str
+    ) -> None:
+        self._labels = labels
+        self._counter = _meter.create_counter(name, unit, text)
+        _descriptions.append(Description(name, "counter", unit, text, tuple(labels), service))
+
+    def add(self, amount: float, values: Mapping[str, str] | None = None) -> None:
+        self._counter.add(amount, _bounded(self._labels, values))
+
+
+class Histogram:
+    """Distribution of a measurement over fixed buckets."""
+
+    def __init__(
+        self,
+        name: str,
+        unit: str,
+        text: str,
+        buckets: Iterable[float],
+        labels: Labels = NO_LABELS,
+        *,
+        service: str,
+    ) -> None:
+        self._labels = labels
+        self._histogram = _meter.create_histogram(
+            name, unit, text, explicit_bucket_boundaries_advisory=list(buckets)
+        )
+        _descriptions.append(Description(name, "histogram", unit, text, tuple(labels), service))
+
+    def record(self, amount: float, values: Mapping[str, str] | None = None) -> None:
+        self._histogram.record(amount, _bounded(self._labels, values))
+
+
+class _Watched:
+    """Reads its value, when /metrics is read, from whoever keeps it."""
+
+    def __init__(self, kind: str, name: str, unit: str, text: str, labels: Labels, service: str):
+        self._labels = labels
+        self._readers: dict[object, tuple[Callable[[], float], Mapping[str, str]]] = {}
+        _descriptions.append(Description(name, kind, unit, text, tuple(labels), service))
+
+    def watch(
+        self, read: Callable[[], float], values: Mapping[str, str] | None = None
+    ) -> Callable[[], None]:
+        """Report what `read` returns from now on; call the result to stop."""
+        key = object()
+        self._readers[key] = (read, _bounded(self._labels, values))
+        return lambda: self._readers.pop(key, None) and None
+
+    def _observe(self, options: CallbackOptions) -> Iterator[Observation]:
+        for read, values in list(self._readers.values()):
+            yield Observation(read(), values)
+
+
+class Gauge(_Watched):
+    """Goes up and down."""
+
+    def __init__(
+        self, name: str, unit: str, text: str, labels: Labels = NO_LABELS, *, service: str
+    ) -> None:
+        super().__init__("gauge", name, unit, text, labels, service)
+        _meter.create_observable_gauge(name, [self._observe], unit, text)
+
+
+class WatchedCounter(_Watched):
+    """Only goes up, and is counted elsewhere."""
+
+    def __init__(
+        self, name: str, unit: str, text: str, labels: Labels = NO_LABELS, *, service: str
+    ) -> None:
+        super().__init__("counter", name, unit, text, labels, service)
+        _meter.create_observable_counter(name, [self._observe], unit, text)
+
+
+def _bounded(labels: Labels, values: Mapping[str, str] | None) -> dict[str, str]:
+    """Labels not given are left out; one that was not declared is a bug."""
+    if not values:
+        return {}
+    return {name: labels[name].pick(value) for name, value in values.items()}
