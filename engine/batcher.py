@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from engine.block_pool import BlockPool
 from engine.request import Request, RequestStatus
 
+# Each has a row of logits as wide as the vocabulary: what a step holds at once is bounded.
+_MAX_SCORED_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class ScheduledRequest:
@@ -17,6 +20,11 @@ class ScheduledRequest:
     num_tokens: int
     # The step reaches the request's last token, so it yields the next one.
     samples: bool
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that the step needs, those of the last tokens."""
+        return self.num_tokens if self.request.scores_prompt else int(self.samples)
 
 
 @dataclass
@@ -161,6 +169,8 @@ class Batcher:
 
     def _schedule(self, request: Request, budget: int, batch: Batch) -> int:
         num_tokens = min(request.num_uncomputed_tokens, budget)
+        if request.scores_prompt:
+            num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
         if len(self.running) + len(self.waiting) > 1:
             num_tokens = min(num_tokens, self._chunk_limit)
         if num_tokens:
@@ -195,6 +205,9 @@ class Batcher:
         self._pool.extend_keys(request.block_keys, request.token_ids, request.cache_salt)
         # The last token is always computed: its logits are what the request is here for.
         num_usable_blocks = (request.num_tokens - 1) // self._pool.block_size
+        if request.scores_prompt:
+            # So are those before it: a block in the cache has no logits.
+            num_usable_blocks = 0
         cached = self._pool.longest_prefix(request.block_keys[:num_usable_blocks])
         # A block for each request that grows, or the newcomer would soon be thrown out again.
         spare = sum(not other.hold_blocks for other in (*self.running, *self.waiting_for_remote))

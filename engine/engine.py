@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from engine.batcher import Batch, Batcher
 from engine.block_pool import BlockEvents, BlockHasher, BlockPool
@@ -10,6 +11,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.kv_cache import KvCache
 from engine.model_runner import ModelRunner, Runner
 from engine.models.registry import load_model
+from engine.prompt_scores import score_prompts
 from engine.request import (
     DuplicateRequest,
     EngineEvent,
@@ -26,6 +28,8 @@ from engine.request import (
     TooManyWaiting,
 )
 from engine.sampling import SampledToken, Sampler, check_token_id
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Engine:
         events = self._ask_for_remote_kv(batch)
         if batch.scheduled:
             logits = self._runner.execute(batch.scheduled)
-            tokens = self._sampler.sample(logits, batch.sampling)
+            tokens = self._sampler.sample(score_prompts(batch, logits), batch.sampling)
             events += self._commit(batch, tokens)
             self._announce_blocks()
         self.is_stalled = batch.is_empty or not self._batcher.has_work
@@ -307,6 +311,7 @@ class Engine:
             self._pool.register(block_id, key)
 
     def _commit_token(self, request: Request, token: SampledToken, now: float) -> TokenOutput:
+        prompt_logprobs = tuple(_take(request.prompt_logprobs))
         request.append(token.token_id, now)
         reason = request.finish_reason(self._eos_token_ids, self.max_model_len)
         if reason is None and not request.hold_blocks:
@@ -316,6 +321,7 @@ class Engine:
                 token.token_id,
                 token.logprobs,
                 timings_so_far=request.timings(now) if is_first else None,
+                prompt_logprobs=prompt_logprobs,
                 num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
             )
         held_block_ids: tuple[int, ...] = ()
@@ -331,6 +337,7 @@ class Engine:
             finish_reason=reason,
             matched_stop_token_id=token.token_id if reason is FinishReason.STOP else None,
             timings=request.timings(now),
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens or 0,
             num_preemptions=request.num_preemptions,
             held_block_ids=held_block_ids,
@@ -392,10 +399,10 @@ def _report(batch: Batch, duration_s: float) -> StepReport:
     )
 
 
-def _take(block_ids: list[int]) -> list[int]:
-    """Move blocks to a new owner."""
-    taken = block_ids.copy()
-    block_ids.clear()
+def _take(items: list[T]) -> list[T]:
+    """Move blocks, or what else a list holds, to a new owner."""
+    taken = items.copy()
+    items.clear()
     return taken
 
 

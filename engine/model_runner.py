@@ -26,7 +26,7 @@ class Runner(Protocol):
         ...
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> npt.NDArray[np.float32]:
-        """Write the batch's KV; return a row of logits for each request that samples.
+        """Write the batch's KV; return each request's `num_logits` rows of logits, in order.
 
         The rows are the caller's to change, until the next call.
         """
@@ -80,7 +80,7 @@ class ModelRunner:
             token_ids=item.request.slice_token_ids(start, start + item.num_tokens),
             num_computed_tokens=start,
             block_ids=self._block_tables.of(item.request),
-            num_logits=int(item.samples),
+            num_logits=item.num_logits,
         )
 
 

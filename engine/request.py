@@ -118,6 +118,8 @@ class TokenOutput:
     matched_stop_token_id: int | None = None
     timings: RequestTimings | None = None
     timings_so_far: RequestTimings | None = None
+    # With the first token, where they were asked for: of each prompt token from the second on.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     # With `hold_blocks`, unless the sequence is over: what `release_hold` gives back.
@@ -176,6 +178,8 @@ class Request:
     # Tokens whose KV a preemption threw away, until they are computed again.
     num_lost_tokens: int = field(default=0, init=False)
     num_sampled_tokens: int = field(default=0, init=False)
+    # Of the prompt tokens that follow a computed one.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
     num_preemptions: int = field(default=0, init=False)
     # When somebody began to wait for it; by default when the engine gets it.
     submitted_at: float | None = field(default=None, init=False)
@@ -185,7 +189,19 @@ class Request:
     _entered_at: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self.awaits_remote_kv = self.remote_kv or self.tiered_kv
+        tiered = self.tiered_kv and not self.scores_prompt
+        self.awaits_remote_kv = self.remote_kv or tiered
+
+    @property
+    def scores_prompt(self) -> bool:
+        """The prompt's log-probabilities are due with the first token, so that every one of its
+        tokens has to be computed here. Whoever produced tokens before has reported them.
+        """
+        return (
+            self.sampling_params.num_prompt_logprobs is not None
+            and not self.output_token_ids
+            and not self.remote_kv
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

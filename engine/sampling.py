@@ -49,6 +49,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     # Return log-probabilities, with this many alternatives.
     num_logprobs: int | None = None
+    # The same for the tokens of the prompt, from what the model itself says.
+    num_prompt_logprobs: int | None = None
     # Token sequences that must not appear.
     bad_words: tuple[tuple[int, ...], ...] = ()
 
@@ -82,8 +84,10 @@ class SamplingParams:
         _check_int("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.num_logprobs is not None:
-            _check_int("logprobs", self.num_logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+        for name in ("num_logprobs", "num_prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                param = name.removeprefix("num_")
+                _check_int(param, count, 0, min(MAX_LOGPROBS, vocab_size))
         for token_id in self.stop_token_ids:
             check_token_id("stop_token_ids", token_id, vocab_size)
         for token_id, bias in self.logit_bias.items():
@@ -126,9 +130,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The chosen token's log-probability and the most likely alternatives, best first.
+    """A token's log-probability and the most likely alternatives, best first.
 
-    From the distribution after bias, penalties and masks, before temperature.
+    Of a chosen token from the distribution after bias, penalties and masks, before temperature;
+    of a prompt's token before them too.
     """
 
     token_id: int
@@ -203,7 +208,11 @@ class Sampler:
             [_draw_params(request, vocab_size) for request in requests], dtype=SAMPLING_DTYPE
         )
         return [
-            None if token_id < 0 else SampledToken(token_id, _logprobs(row, token_id, request))
+            None
+            if token_id < 0
+            else SampledToken(
+                token_id, logprobs_of(token_id, row, request.sampling_params.num_logprobs)
+            )
             for row, token_id, request in zip(
                 logits, self._draw(logits, params).tolist(), requests, strict=True
             )
@@ -325,8 +334,8 @@ def _most_likely(row: Array, margin: float) -> Array:
     return token_ids[np.argsort(-row[token_ids], kind="stable")]
 
 
-def _logprobs(row: Array, token_id: int, request: SamplingInput) -> TokenLogprobs | None:
-    count = request.sampling_params.num_logprobs
+def logprobs_of(token_id: int, row: Array, count: int | None) -> TokenLogprobs | None:
+    """What `row` says of a token, with `count` alternatives; None for None."""
     if count is None:
         return None
     largest = row.max()

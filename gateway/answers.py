@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -11,6 +11,7 @@ from starlette.types import Send
 from gateway import sse
 from gateway.choices import ChoiceDelta, Choices
 from gateway.errors import OK, to_answer
+from gateway.generation import Job
 from gateway.openai.api import Api, ApiRequest, usage_object
 from gateway.record import RequestRecord
 
@@ -19,13 +20,18 @@ class Answer:
     """What both ways have in common: names, choices, usage."""
 
     def __init__(
-        self, api: Api, request: ApiRequest, model: str, record: RequestRecord, num: int
+        self,
+        api: Api,
+        request: ApiRequest,
+        model: str,
+        record: RequestRecord,
+        jobs: Sequence[Job],
     ) -> None:
         self._request = request
         # As the client calls it, which rules may have rewritten.
         self._model = model
         self._record = record
-        self._choices = [request.choice(index) for index in range(num)]
+        self._choices = [request.choice(index, job) for index, job in enumerate(jobs)]
         self._id = api.id_prefix + record.request_id
         self._created = int(time.time())
         self._api = api
@@ -70,12 +76,12 @@ class EventStream(Answer):
         request: ApiRequest,
         model: str,
         record: RequestRecord,
-        num: int,
+        jobs: Sequence[Job],
         *,
         header_wait_s: float,
         keep_alive_interval_s: float,
     ) -> None:
-        super().__init__(api, request, model, record, num)
+        super().__init__(api, request, model, record, jobs)
         self._header_wait_s = header_wait_s
         self._keep_alive_interval_s = keep_alive_interval_s
         self._has_started = False

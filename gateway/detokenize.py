@@ -120,7 +120,7 @@ class TextSequence:
         """The text that `chunk` makes final; the delta finishes when a stop string matched."""
         timeline = self._job.trace.timeline
         timeline.enter(types_pb2.STAGE_DETOKENIZE)
-        described = _described_ids(chunk.logprobs)
+        described = self._described_ids(chunk)
         response = await self._exchange(chunk, described)
         if response.error:
             raise InternalError(f"detokenization failed: {response.error}")
@@ -174,6 +174,16 @@ class TextSequence:
         self._num_chars += len(response.text)
         return response
 
+    def _described_ids(self, chunk: Chunk) -> list[int]:
+        """The tokens that log-probabilities mention, each once, in order."""
+        ids: dict[int, None] = {}
+        if not self._token_ids and self._job.sampling_params.HasField("num_prompt_logprobs"):
+            ids.update(dict.fromkeys(self._job.prompt_token_ids))
+        for token in (*chunk.prompt_logprobs, *chunk.logprobs):
+            ids[token.token_id] = None
+            ids.update((candidate.token_id, None) for candidate in token.top)
+        return list(ids)
+
     def _open_message(self) -> tokenizer_pb2.DetokenizeRequest:
         request = self._job.request
         return tokenizer_pb2.DetokenizeRequest(
@@ -207,6 +217,7 @@ class TextSequence:
             text=response.text,
             token_ids=chunk.token_ids[:num_new],
             logprobs=chunk.logprobs[:num_new],
+            prompt_logprobs=chunk.prompt_logprobs,
             token_bytes=dict(zip(described, response.token_bytes, strict=False)),
             finish=finish,
         )
@@ -284,12 +295,3 @@ class _Connection:
     async def _write(self) -> None:
         while True:
             await self._call.write(await self._outbox.get())
-
-
-def _described_ids(logprobs: Sequence[types_pb2.TokenLogprobs]) -> list[int]:
-    """The tokens that log-probabilities mention, each once, in order."""
-    ids: dict[int, None] = {}
-    for token in logprobs:
-        ids[token.token_id] = None
-        ids.update((candidate.token_id, None) for candidate in token.top)
-    return list(ids)

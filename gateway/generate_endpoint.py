@@ -92,15 +92,15 @@ class GenerateEndpoint:
     def _answer(
         self, request: ApiRequest, model: str, record: RequestRecord, groups: list[list[Job]]
     ) -> EventStream | WholeAnswer:
-        num_choices = sum(map(len, groups))
+        jobs = [job for group in groups for job in group]
         if not request.is_stream():
-            return WholeAnswer(self._api, request, model, record, num_choices)
+            return WholeAnswer(self._api, request, model, record, jobs)
         return EventStream(
             self._api,
             request,
             model,
             record,
-            num_choices,
+            jobs,
             header_wait_s=self._core.config.stream_header_wait_s,
             keep_alive_interval_s=self._core.config.keep_alive_interval_s,
         )

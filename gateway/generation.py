@@ -49,6 +49,8 @@ class GenerationRequest:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     bad_words: tuple[str, ...] = ()
+    # Begin the answer with the prompt.
+    echo: bool = False
     cache_salt: str = ""
     priority: int = 0
     # The parameter that holds the prompt, for error messages.
@@ -85,6 +87,8 @@ class Chunk:
 
     token_ids: Sequence[int]
     logprobs: Sequence[types_pb2.TokenLogprobs] = ()
+    # With a sequence's first token: of the prompt's tokens from the second on.
+    prompt_logprobs: Sequence[types_pb2.TokenLogprobs] = ()
     finish: Finish | None = None
 
 
@@ -95,7 +99,8 @@ class Delta:
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[types_pb2.TokenLogprobs] = ()
-    # Of every token that `logprobs` mentions.
+    prompt_logprobs: Sequence[types_pb2.TokenLogprobs] = ()
+    # Of every token that is described, and of the prompt's if these are.
     token_bytes: Mapping[int, bytes] = field(default_factory=dict)
     finish: Finish | None = None
 
@@ -134,6 +139,8 @@ class Job:
     end_token_ids: frozenset[int]
     request: GenerationRequest
     deadline: Deadline
+    # Where the answer begins with it.
+    prompt_text: str = ""
     # Tokens that the workers produced: what a resumption starts from.
     output_token_ids: list[int] = field(default_factory=list)
     # Tokens that count: without those behind a stop string.

@@ -126,7 +126,11 @@ def _to_response(delta: Delta) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
         delta=inference_pb2.GenerateDelta(
             text=delta.text,
-            tokens=types_pb2.TokenChunk(token_ids=delta.token_ids, logprobs=delta.logprobs),
+            tokens=types_pb2.TokenChunk(
+                token_ids=delta.token_ids,
+                logprobs=delta.logprobs,
+                prompt_logprobs=delta.prompt_logprobs,
+            ),
         )
     )
 

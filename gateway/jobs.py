@@ -7,6 +7,9 @@ from gateway.sampling import check_sampling_params, check_stop, choice_seed
 from mesh.errors import ContextLengthExceeded, InvalidRequest
 from mesh.v1 import tokenizer_pb2, types_pb2
 
+# About ten bytes each, far below what a message may weigh.
+_MAX_PROMPT_LOGPROBS = 1_000_000
+
 
 def check_request(
     request: GenerationRequest, model: tokenizer_pb2.ModelInfo, max_choices: int
@@ -44,6 +47,7 @@ def make_jobs(
     )
     params.MergeFrom(request.sampling_params)
     check_sampling_params(params, model)
+    _check_prompt_logprobs(params, len(prompt_token_ids))
     return [
         Job(
             request_id=f"{request_id}-{prompt_index * request.n + index}",
@@ -77,6 +81,19 @@ def max_new_tokens(
         )
     room = window - num_prompt_tokens
     return wanted or min(request.default_max_tokens or room, room)
+
+
+def _check_prompt_logprobs(params: types_pb2.SamplingParams, num_prompt_tokens: int) -> None:
+    """Refuse more log-probabilities than one message of a worker should hold."""
+    if not params.HasField("num_prompt_logprobs"):
+        return
+    num_described = num_prompt_tokens * (params.num_prompt_logprobs + 1)
+    if num_described > _MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"a prompt of {num_prompt_tokens} tokens with {params.num_prompt_logprobs} "
+            f"alternatives each exceeds {_MAX_PROMPT_LOGPROBS} log-probabilities",
+            param="logprobs",
+        )
 
 
 def _with_seed(params: types_pb2.SamplingParams, index: int) -> types_pb2.SamplingParams:

@@ -58,10 +58,12 @@ class Pipeline:
         for index, prompt in enumerate(request.prompts):
             timeline.enter(types_pb2.STAGE_TOKENIZE)
             token_ids, bad_words = await self._encode(prompt, request, model, deadline, timeline)
+            text = await self._echoed(prompt, model, deadline) if request.echo else ""
             timeline.enter(types_pb2.STAGE_RULES)
-            groups.append(
-                make_jobs(request_id, request, model, deadline, index, token_ids, bad_words)
-            )
+            jobs = make_jobs(request_id, request, model, deadline, index, token_ids, bad_words)
+            for job in jobs:
+                job.prompt_text = text
+            groups.append(jobs)
         return groups
 
     async def generate(self, job: Job) -> AsyncGenerator[Delta, None]:
@@ -114,6 +116,17 @@ class Pipeline:
                 async with aclosing(placement.observed(job, decoding)) as chunks:
                     async for chunk in chunks:
                         yield chunk
+
+    async def _echoed(
+        self, prompt: Prompt, model: tokenizer_pb2.ModelInfo, deadline: Deadline
+    ) -> str:
+        match prompt:
+            case TextPrompt(text):
+                return text
+            case TokenPrompt(token_ids):
+                return (await self._tokenizer.decode(model.name, token_ids, deadline)).text
+            case _:
+                raise InvalidRequest("a chat has no text to echo", param="echo")
 
     async def _encode(
         self,

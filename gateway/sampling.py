@@ -33,8 +33,9 @@ def check_sampling_params(params: types_pb2.SamplingParams, model: tokenizer_pb2
         )
     if params.HasField("top_k") and params.top_k < -1:
         raise InvalidRequest("top_k should be -1, 0 or more", param="top_k")
-    if params.HasField("num_logprobs") and params.num_logprobs > MAX_LOGPROBS:
-        raise InvalidRequest(f"at most {MAX_LOGPROBS} log-probabilities", param="num_logprobs")
+    for name in ("num_logprobs", "num_prompt_logprobs"):
+        if getattr(params, name) > MAX_LOGPROBS:
+            raise InvalidRequest(f"at most {MAX_LOGPROBS} log-probabilities", param=name)
     if params.max_tokens and params.min_tokens > params.max_tokens:
         raise InvalidRequest(
             f"min_tokens ({params.min_tokens}) exceeds max_tokens ({params.max_tokens})",

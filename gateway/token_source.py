@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc
@@ -215,7 +215,7 @@ class Workers:
                     yield held
                     held = None
                 if response.HasField("tokens"):
-                    chunk = Chunk(response.tokens.token_ids, response.tokens.logprobs)
+                    chunk = _to_chunk(response.tokens)
                     if job.ending(chunk.token_ids) is None:
                         yield chunk
                     else:
@@ -229,7 +229,7 @@ class Workers:
                 raise
         if held is None:
             raise WorkerUnavailable(f"{worker.worker_id} ended the stream before the sequence")
-        yield Chunk(held.token_ids, held.logprobs, job.ending(held.token_ids))
+        yield replace(held, finish=job.ending(held.token_ids))
 
     def _release(self, job: Job, address: str) -> None:
         """Give back what a worker holds for a job, without keeping anyone waiting.
@@ -317,17 +317,18 @@ async def _read(
 
 
 def _first_token(finished: prefill_pb2.PrefillFinished) -> FirstToken:
-    token = finished.first_token
+    chunk = _to_chunk(finished.first_token)
     if finished.HasField("finish_reason"):
-        finish = _finish(finished)
-        return FirstToken(Chunk(token.token_ids, token.logprobs, finish), None)
-    return FirstToken(Chunk(token.token_ids, token.logprobs), finished.kv_handle)
+        return FirstToken(replace(chunk, finish=_finish(finished)), None)
+    return FirstToken(chunk, finished.kv_handle)
+
+
+def _to_chunk(tokens: types_pb2.TokenChunk) -> Chunk:
+    return Chunk(tokens.token_ids, tokens.logprobs, tokens.prompt_logprobs)
 
 
 def _last_chunk(held: Chunk | None, finished: decode_pb2.DecodeFinished) -> Chunk:
-    if held is None:
-        return Chunk((), (), _finish(finished))
-    return Chunk(held.token_ids, held.logprobs, _finish(finished))
+    return replace(held or Chunk(()), finish=_finish(finished))
 
 
 def _finish(finished: prefill_pb2.PrefillFinished | decode_pb2.DecodeFinished) -> Finish:

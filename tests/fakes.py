@@ -72,7 +72,11 @@ class MemoryRunner:
             self.write(
                 item.request.block_ids, start, item.request.token_ids[start:][: item.num_tokens]
             )
-        rows = [self._row(item.request) for item in scheduled if item.samples]
+        rows = [
+            self._row(item.request, item.request.num_computed_tokens + item.num_tokens - later)
+            for item in scheduled
+            for later in reversed(range(item.num_logits))
+        ]
         return np.array(rows, dtype=np.float32).reshape(len(rows), self.vocab_size)
 
     def write(self, block_ids: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
@@ -84,10 +88,10 @@ class MemoryRunner:
     def close(self) -> None:
         self.is_closed = True
 
-    def _row(self, request: Request) -> Logits:
+    def _row(self, request: Request, num_tokens: int) -> Logits:
         if self.is_broken(request):
             return np.full(self.vocab_size, np.nan, dtype=np.float32)
-        seen = self.memory[request.block_ids].flatten()[: request.num_tokens]
+        seen = self.memory[request.block_ids].flatten()[:num_tokens]
         return logits_after(seen.tolist(), self.vocab_size)
 
 

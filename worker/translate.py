@@ -54,6 +54,7 @@ _OPTIONAL_FIELDS = {
     "frequency_penalty",
     "seed",
     "num_logprobs",
+    "num_prompt_logprobs",
 }
 
 
@@ -94,6 +95,7 @@ def to_token_chunk(outputs: Sequence[TokenOutput]) -> types_pb2.TokenChunk:
     return types_pb2.TokenChunk(
         token_ids=[output.token_id for output in outputs],
         logprobs=[_to_logprobs(output.logprobs) for output in outputs if output.logprobs],
+        prompt_logprobs=[_to_logprobs(one) for output in outputs for one in output.prompt_logprobs],
     )
 
 

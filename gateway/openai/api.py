@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from gateway.generation import Delta, GenerationRequest
+from gateway.generation import Delta, GenerationRequest, Job
 from mesh.v1 import tokenizer_pb2, types_pb2
 
 FINISH_REASONS = {
@@ -47,7 +47,7 @@ class ApiRequest(Protocol):
 
     def generation(self, model: tokenizer_pb2.ModelInfo) -> GenerationRequest: ...
 
-    def choice(self, index: int) -> Choice: ...
+    def choice(self, index: int, job: Job) -> Choice: ...
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from gateway.generation import Delta, GenerationRequest
+from gateway.generation import Delta, GenerationRequest, Job
 from gateway.openai.api import FINISH_REASONS, Api
 from gateway.openai.fields import GenerationFields
 from gateway.openai.logprobs import chat_logprobs
@@ -39,7 +39,7 @@ class ChatRequest(GenerationFields, ChatFields):
             sampling_params=sampling_params,
         )
 
-    def choice(self, index: int) -> "ChatChoice":
+    def choice(self, index: int, job: Job) -> "ChatChoice":
         return ChatChoice(index, self.top_logprobs or 0 if self.logprobs else None)
 
     def _check_together(self) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field
 
-from gateway.generation import Delta, GenerationRequest, Prompt, TextPrompt, TokenPrompt
+from gateway.generation import Delta, GenerationRequest, Job, Prompt, TextPrompt, TokenPrompt
 from gateway.openai.api import FINISH_REASONS, Api
 from gateway.openai.fields import GenerationFields
 from gateway.openai.logprobs import CompletionLogprobs
@@ -67,6 +67,7 @@ class CompletionRequest(GenerationFields):
     """The body of a completion."""
 
     prompt: Prompts
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @classmethod
@@ -78,43 +79,67 @@ class CompletionRequest(GenerationFields):
         sampling_params = self.sampling_params(model.default_sampling_params)
         if self.logprobs is not None:
             sampling_params.num_logprobs = self.logprobs
+            if self.echo:
+                sampling_params.num_prompt_logprobs = self.logprobs
         return self.request(
             prompts=self.prompt,
             prompt_param="prompt",
             sampling_params=sampling_params,
             default_max_tokens=_DEFAULT_MAX_TOKENS,
+            echo=bool(self.echo),
         )
 
-    def choice(self, index: int) -> "CompletionChoice":
-        return CompletionChoice(index, self.logprobs)
+    def choice(self, index: int, job: Job) -> "CompletionChoice":
+        return CompletionChoice(index, self.logprobs, job if self.echo else None)
 
 
 class CompletionChoice:
     """One choice of a completion."""
 
-    def __init__(self, index: int, num_top: int | None) -> None:
+    def __init__(self, index: int, num_top: int | None, echoed: Job | None = None) -> None:
+        """`echoed`: whose prompt the text begins with."""
         self._index = index
+        # Until it has been said.
+        self._echoed = echoed
         self._logprobs = None if num_top is None else CompletionLogprobs(num_top)
         self._text: list[str] = []
         self._lists: dict[str, list[Any]] = {}
         self._finish_reason: str | None = None
 
     def chunks(self, delta: Delta) -> Sequence[dict[str, Any]]:
+        chunks = []
+        if (job := self._take_echoed()) is not None:
+            chunks.append(self._chunk(job.prompt_text, self._prompt_logprobs(job, delta), None))
         lists = self._take_logprobs(delta)
         finish_reason = _finish_reason(delta)
-        if not delta.text and lists is None and finish_reason is None:
-            return []
-        return [self._chunk(delta.text, lists, finish_reason)]
+        if delta.text or lists is not None or finish_reason is not None:
+            chunks.append(self._chunk(delta.text, lists, finish_reason))
+        return chunks
 
     def add(self, delta: Delta) -> None:
+        if (job := self._take_echoed()) is not None:
+            self._text.append(job.prompt_text)
+            self._keep(self._prompt_logprobs(job, delta))
         self._text.append(delta.text)
-        for name, values in (self._take_logprobs(delta) or {}).items():
-            self._lists.setdefault(name, []).extend(values)
+        self._keep(self._take_logprobs(delta))
         self._finish_reason = _finish_reason(delta)
 
     def answer(self) -> dict[str, Any]:
         logprobs = None if self._logprobs is None else self._lists
         return self._chunk("".join(self._text), logprobs, self._finish_reason)
+
+    def _take_echoed(self) -> Job | None:
+        echoed, self._echoed = self._echoed, None
+        return echoed
+
+    def _prompt_logprobs(self, job: Job, delta: Delta) -> dict[str, list[Any]] | None:
+        if self._logprobs is None:
+            return None
+        return self._logprobs.prompt_lists(job.prompt_token_ids, delta)
+
+    def _keep(self, lists: dict[str, list[Any]] | None) -> None:
+        for name, values in (lists or {}).items():
+            self._lists.setdefault(name, []).extend(values)
 
     def _take_logprobs(self, delta: Delta) -> dict[str, list[Any]] | None:
         if self._logprobs is None or not delta.logprobs:

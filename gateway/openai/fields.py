@@ -157,6 +157,7 @@ class GenerationFields(BaseModel):
         prompt_param: str,
         sampling_params: types_pb2.SamplingParams,
         default_max_tokens: int | None = None,
+        echo: bool = False,
     ) -> GenerationRequest:
         """The request in the gateway's own terms."""
         return GenerationRequest(
@@ -171,6 +172,7 @@ class GenerationFields(BaseModel):
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
             bad_words=tuple(self.bad_words or ()),
+            echo=echo,
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,
         )

@@ -1,7 +1,7 @@
 """Log-probabilities in the two shapes of OpenAI's APIs."""
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gateway.generation import Delta
@@ -36,17 +36,34 @@ class CompletionLogprobs:
 
     def lists(self, delta: Delta) -> dict[str, list[Any]]:
         """The lists for the tokens of `delta`."""
+        return self._lists(((one.token_id, one) for one in delta.logprobs), delta.token_bytes)
+
+    def prompt_lists(self, prompt_token_ids: Sequence[int], delta: Delta) -> dict[str, list[Any]]:
+        """The lists for an echoed prompt, from its sequence's first delta.
+
+        Nothing comes before the first token that could make it likely or unlikely.
+        """
+        described = zip(prompt_token_ids, (None, *delta.prompt_logprobs), strict=True)
+        return self._lists(described, delta.token_bytes)
+
+    def _lists(
+        self,
+        tokens: Iterable[tuple[int, types_pb2.TokenLogprobs | None]],
+        token_bytes: Mapping[int, bytes],
+    ) -> dict[str, list[Any]]:
         made: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
             "text_offset": [],
         }
-        for token in delta.logprobs:
-            raw = delta.token_bytes.get(token.token_id, b"")
+        for token_id, logprobs in tokens:
+            raw = token_bytes.get(token_id, b"")
             made["tokens"].append(_text(raw))
-            made["token_logprobs"].append(_finite(token.logprob))
-            made["top_logprobs"].append(self._top(token, delta.token_bytes))
+            made["token_logprobs"].append(None if logprobs is None else _finite(logprobs.logprob))
+            made["top_logprobs"].append(
+                None if logprobs is None else self._top(logprobs, token_bytes)
+            )
             made["text_offset"].append(self._num_chars)
             self._num_chars += len(self._decoder.decode(raw))
         return made

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13mesh/v1/types.proto\x12\x07mesh.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xeb\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12:\n\nlogit_bias\x18\r \x03(\x0b\x32&.mesh.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x08\x88\x01\x01\x12)\n\tbad_words\x18\x0f \x03(\x0b\x32\x16.mesh.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0f\n\r_num_logprobs\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xf6\x01\n\x08KvHandle\x12\x11\n\thandle_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x34\n\x10lease_expires_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0eholder_address\x18\x06 \x01(\t\x12\x18\n\x10transfer_address\x18\x07 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\t\x12\x19\n\x11\x62lock_generations\x18\t \x03(\r\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"A\n\x0bStageTiming\x12\x1d\n\x05stage\x18\x01 \x01(\x0e\x32\x0e.mesh.v1.Stage\x12\x13\n\x0b\x64uration_ms\x18\x02 \x01(\x01\"\x91\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12-\n\x03top\x18\x03 \x03(\x0b\x32 .mesh.v1.TokenLogprobs.Candidate\x1a.\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"I\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12(\n\x08logprobs\x18\x02 \x03(\x0b\x32\x16.mesh.v1.TokenLogprobs\"\x9f\x02\n\nEngineLoad\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x12\n\nnum_leases\x18\x03 \x01(\r\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x06 \x01(\x04\x12 \n\x18num_prefix_cache_queries\x18\x07 \x01(\x04\x12\x1d\n\x15num_prefix_cache_hits\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x04\x12\x1d\n\x15num_recomputed_tokens\x18\n \x01(\x04\x12\x11\n\tnum_steps\x18\x0b \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x87\x02\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSTAGE_RULES\x10\x01\x12\x12\n\x0eSTAGE_TOKENIZE\x10\x02\x12\x0f\n\x0bSTAGE_QUEUE\x10\x03\x12\x16\n\x12STAGE_PREFILL_WAIT\x10\x04\x12\x19\n\x15STAGE_PREFILL_COMPUTE\x10\x05\x12\x15\n\x11STAGE_KV_TRANSFER\x10\x06\x12\x15\n\x11STAGE_DECODE_WAIT\x10\x07\x12\x16\n\x12STAGE_DECODE_STEPS\x10\x08\x12\x14\n\x10STAGE_DETOKENIZE\x10\t\x12\x0f\n\x0bSTAGE_WRITE\x10\n\x12\x11\n\rSTAGE_NETWORK\x10\x0b\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13mesh/v1/types.proto\x12\x07mesh.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa5\x05\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x03H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12:\n\nlogit_bias\x18\r \x03(\x0b\x32&.mesh.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x08\x88\x01\x01\x12)\n\tbad_words\x18\x0f \x03(\x0b\x32\x16.mesh.v1.TokenSequence\x12 \n\x13num_prompt_logprobs\x18\x10 \x01(\rH\t\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xf6\x01\n\x08KvHandle\x12\x11\n\thandle_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x34\n\x10lease_expires_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0eholder_address\x18\x06 \x01(\t\x12\x18\n\x10transfer_address\x18\x07 \x01(\t\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\t\x12\x19\n\x11\x62lock_generations\x18\t \x03(\r\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"A\n\x0bStageTiming\x12\x1d\n\x05stage\x18\x01 \x01(\x0e\x32\x0e.mesh.v1.Stage\x12\x13\n\x0b\x64uration_ms\x18\x02 \x01(\x01\"\x91\x01\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12-\n\x03top\x18\x03 \x03(\x0b\x32 .mesh.v1.TokenLogprobs.Candidate\x1a.\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"z\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12(\n\x08logprobs\x18\x02 \x03(\x0b\x32\x16.mesh.v1.TokenLogprobs\x12/\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x16.mesh.v1.TokenLogprobs\"\x9f\x02\n\nEngineLoad\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x12\n\nnum_leases\x18\x03 \x01(\r\x12\x13\n\x0bnum_running\x18\x04 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x05 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x06 \x01(\x04\x12 \n\x18num_prefix_cache_queries\x18\x07 \x01(\x04\x12\x1d\n\x15num_prefix_cache_hits\x18\x08 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\t \x01(\x04\x12\x1d\n\x15num_recomputed_tokens\x18\n \x01(\x04\x12\x11\n\tnum_steps\x18\x0b \x01(\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02*\x87\x02\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bSTAGE_RULES\x10\x01\x12\x12\n\x0eSTAGE_TOKENIZE\x10\x02\x12\x0f\n\x0bSTAGE_QUEUE\x10\x03\x12\x16\n\x12STAGE_PREFILL_WAIT\x10\x04\x12\x19\n\x15STAGE_PREFILL_COMPUTE\x10\x05\x12\x15\n\x11STAGE_KV_TRANSFER\x10\x06\x12\x15\n\x11STAGE_DECODE_WAIT\x10\x07\x12\x16\n\x12STAGE_DECODE_STEPS\x10\x08\x12\x14\n\x10STAGE_DETOKENIZE\x10\t\x12\x0f\n\x0bSTAGE_WRITE\x10\n\x12\x11\n\rSTAGE_NETWORK\x10\x0b\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,28 +34,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1634
-  _globals['_FINISHREASON']._serialized_end=1729
-  _globals['_STAGE']._serialized_start=1732
-  _globals['_STAGE']._serialized_end=1995
+  _globals['_FINISHREASON']._serialized_start=1741
+  _globals['_FINISHREASON']._serialized_end=1836
+  _globals['_STAGE']._serialized_start=1839
+  _globals['_STAGE']._serialized_end=2102
   _globals['_SAMPLINGPARAMS']._serialized_start=66
-  _globals['_SAMPLINGPARAMS']._serialized_end=685
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=499
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=547
-  _globals['_TOKENSEQUENCE']._serialized_start=687
-  _globals['_TOKENSEQUENCE']._serialized_end=721
-  _globals['_KVHANDLE']._serialized_start=724
-  _globals['_KVHANDLE']._serialized_end=970
-  _globals['_USAGE']._serialized_start=972
-  _globals['_USAGE']._serialized_end=1052
-  _globals['_STAGETIMING']._serialized_start=1054
-  _globals['_STAGETIMING']._serialized_end=1119
-  _globals['_TOKENLOGPROBS']._serialized_start=1122
-  _globals['_TOKENLOGPROBS']._serialized_end=1267
-  _globals['_TOKENLOGPROBS_CANDIDATE']._serialized_start=1221
-  _globals['_TOKENLOGPROBS_CANDIDATE']._serialized_end=1267
-  _globals['_TOKENCHUNK']._serialized_start=1269
-  _globals['_TOKENCHUNK']._serialized_end=1342
-  _globals['_ENGINELOAD']._serialized_start=1345
-  _globals['_ENGINELOAD']._serialized_end=1632
+  _globals['_SAMPLINGPARAMS']._serialized_end=743
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=533
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=581
+  _globals['_TOKENSEQUENCE']._serialized_start=745
+  _globals['_TOKENSEQUENCE']._serialized_end=779
+  _globals['_KVHANDLE']._serialized_start=782
+  _globals['_KVHANDLE']._serialized_end=1028
+  _globals['_USAGE']._serialized_start=1030
+  _globals['_USAGE']._serialized_end=1110
+  _globals['_STAGETIMING']._serialized_start=1112
+  _globals['_STAGETIMING']._serialized_end=1177
+  _globals['_TOKENLOGPROBS']._serialized_start=1180
+  _globals['_TOKENLOGPROBS']._serialized_end=1325
+  _globals['_TOKENLOGPROBS_CANDIDATE']._serialized_start=1279
+  _globals['_TOKENLOGPROBS_CANDIDATE']._serialized_end=1325
+  _globals['_TOKENCHUNK']._serialized_start=1327
+  _globals['_TOKENCHUNK']._serialized_end=1449
+  _globals['_ENGINELOAD']._serialized_start=1452
+  _globals['_ENGINELOAD']._serialized_end=1739
 # @@protoc_insertion_point(module_scope)

@@ -1,6 +1,7 @@
 """The default model, through the official client and a real mesh."""
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -61,3 +62,42 @@ async def test_seeded_sampling_gives_the_same_text_alone_and_among_sixteen(
 
     assert among == alone
     assert len(alone) > 20
+
+
+def test_an_echo_scores_tokens_as_their_production_did(client: openai.OpenAI) -> None:
+    prompt_ids = list(range(1000, 1100))
+    made = client.completions.create(
+        model=MODEL, prompt=prompt_ids, max_tokens=24, temperature=0, logprobs=3
+    ).choices[0]
+    assert made.logprobs is not None
+
+    echoed = client.completions.create(
+        model=MODEL,
+        prompt=prompt_ids,
+        max_tokens=1,
+        temperature=0,
+        logprobs=3,
+        echo=True,
+        # The same prompt with what came of it, a part of which is in the prefix cache.
+        extra_body={"prompt": prompt_ids + tokenize(client, made.text)},
+    ).choices[0]
+
+    assert echoed.logprobs is not None
+    assert echoed.logprobs.tokens is not None
+    assert made.text in echoed.text
+    first, last = len(prompt_ids), len(prompt_ids) + 23
+    for name in ("tokens", "token_logprobs", "top_logprobs"):
+        produced = getattr(made.logprobs, name)
+        assert getattr(echoed.logprobs, name)[first:last] == produced[:23]
+    assert echoed.logprobs.token_logprobs is not None
+    assert echoed.logprobs.token_logprobs[0] is None
+
+
+def tokenize(client: openai.OpenAI, text: str) -> list[int]:
+    response = client.post(
+        f"{str(client.base_url).removesuffix('/v1/')}/tokenize",
+        cast_to=dict[str, Any],
+        body={"model": MODEL, "prompt": text},
+    )
+    token_ids: list[int] = response["tokens"]
+    return token_ids

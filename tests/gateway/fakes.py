@@ -296,16 +296,29 @@ def ending(
     return None
 
 
-def chunk(token_id: int, params: types_pb2.SamplingParams) -> types_pb2.TokenChunk:
-    """One token; the alternatives are its neighbours in the vocabulary."""
+def chunk(
+    token_id: int, params: types_pb2.SamplingParams, prompt: Sequence[int] = ()
+) -> types_pb2.TokenChunk:
+    """One token; the alternatives are its neighbours in the vocabulary.
+
+    `prompt`: of a sequence's first token, which describes it.
+    """
     made = types_pb2.TokenChunk(token_ids=[token_id])
     if params.HasField("num_logprobs"):
-        top = [
-            types_pb2.TokenLogprobs.Candidate(token_id=(token_id + i) % EOS, logprob=-0.5 - i)
-            for i in range(params.num_logprobs)
-        ]
-        made.logprobs.append(types_pb2.TokenLogprobs(token_id=token_id, logprob=-0.5, top=top))
+        made.logprobs.append(token_logprobs(token_id, params.num_logprobs))
+    if params.HasField("num_prompt_logprobs"):
+        made.prompt_logprobs.extend(
+            token_logprobs(one, params.num_prompt_logprobs) for one in prompt[1:]
+        )
     return made
+
+
+def token_logprobs(token_id: int, num_top: int) -> types_pb2.TokenLogprobs:
+    top = [
+        types_pb2.TokenLogprobs.Candidate(token_id=(token_id + i) % EOS, logprob=-0.5 - i)
+        for i in range(num_top)
+    ]
+    return types_pb2.TokenLogprobs(token_id=token_id, logprob=-0.5, top=top)
 
 
 class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
@@ -396,7 +409,9 @@ class FakePrefill(_Worker, prefill_pb2_grpc.PrefillServiceServicer):
         params, outputs = request.sampling_params, list(request.output_token_ids)
         outputs.append(self.model.next_token(request.prompt_token_ids, outputs))
         finished = prefill_pb2.PrefillFinished(
-            first_token=chunk(outputs[-1], params),
+            first_token=chunk(
+                outputs[-1], params, request.prompt_token_ids if len(outputs) == 1 else ()
+            ),
             num_cached_tokens=self.num_cached_tokens,
             timings=[
                 types_pb2.StageTiming(stage=types_pb2.STAGE_PREFILL_WAIT, duration_ms=0.03125),
@@ -462,8 +477,9 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
                 self._prefill.held.discard(request.kv_handle.handle_id)
             await self.step()
             outputs.append(self.model.next_token(request.prompt_token_ids, outputs))
+            is_first = len(outputs) == 1
             yield decode_pb2.DecodeResponse(
-                tokens=chunk(outputs[-1], params),
+                tokens=chunk(outputs[-1], params, request.prompt_token_ids if is_first else ()),
                 num_cached_tokens=self.num_cached_tokens if num_produced == 0 else None,
             )
             num_produced += 1

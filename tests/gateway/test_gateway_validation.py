@@ -195,7 +195,7 @@ UNSUPPORTED = [
     (CHAT, "logit_processors", ["x"]),
     (COMPLETIONS, "best_of", 2),
     (COMPLETIONS, "suffix", "end"),
-    (COMPLETIONS, "echo", True),
+    (CHAT, "echo", True),
     (COMPLETIONS, "guided_choice", ["a"]),
     (COMPLETIONS, "use_beam_search", True),
     (COMPLETIONS, "prompt_logprobs", 0),
