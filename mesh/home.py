@@ -27,7 +27,7 @@ class ServiceRecord:
     # Start time of `pid` since boot, so that a reused pid is not mistaken for it.
     pid_created_at: float | None
     address: str
-    # "starting", "running", "restarting" or "stopped".
+    # "starting", "running", "restarting", "draining" or "stopped".
     state: str
     restarts: int
     metrics_address: str | None = None
@@ -44,6 +44,8 @@ class MeshState:
     grpc_address: str
     model: str
     services: tuple[ServiceRecord, ...]
+    # Where the supervisor takes orders.
+    control_address: str = ""
 
 
 @dataclass(frozen=True)

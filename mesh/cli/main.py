@@ -1,26 +1,62 @@
 """The `pdmesh` command."""
 
-import typer
+from importlib import import_module
+from typing import Any
 
-from mesh.cli import bench, calc, doctor, down, gate, model, rules, status, top, trace, up
+import typer
+from typer.core import TyperGroup
+
+# Where each command is: a function, or a Typer with commands of its own.
+COMMANDS = {
+    "up": "mesh.cli.up:up",
+    "down": "mesh.cli.down:down",
+    "status": "mesh.cli.status:status",
+    "drain": "mesh.cli.workers:drain",
+    "scale": "mesh.cli.workers:scale",
+    "rules": "mesh.cli.rules:rules",
+    "model": "mesh.cli.model:app",
+    "trace": "mesh.cli.trace:trace",
+    "top": "mesh.cli.top:top",
+    "doctor": "mesh.cli.doctor:doctor",
+    "bench": "mesh.cli.bench:bench",
+    "gate": "mesh.cli.gate:gate",
+    "calc": "mesh.cli.calc:calc",
+}
+
+
+class _LazyCommands(TyperGroup):
+    """Imports a command when it is asked for: most need little of what the others need.
+
+    What Typer's contexts and commands are is private to it.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module_name, _, attribute = COMMANDS[cmd_name].partition(":")
+        module = import_module(module_name)
+        found = getattr(module, attribute)
+        if isinstance(found, typer.Typer):
+            group = typer.main.get_group(found)
+            group.name = cmd_name
+            return group
+        single = typer.Typer(add_completion=False)
+        single.command(cmd_name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(found)
+        return typer.main.get_command(single)
+
 
 app = typer.Typer(
-    name="pdmesh",
-    help="LLM inference as a mesh of gRPC services.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+    name="pdmesh", cls=_LazyCommands, no_args_is_help=True, pretty_exceptions_enable=False
 )
-app.command("up")(up.up)
-app.command("down")(down.down)
-app.command("status")(status.status)
-app.command("rules", context_settings=rules.PASS_ALL)(rules.rules)
-app.add_typer(model.app, name="model")
-app.command("trace")(trace.trace)
-app.command("top")(top.top)
-app.command("doctor")(doctor.doctor)
-app.command("bench")(bench.bench)
-app.command("gate", context_settings=gate.CONTEXT_SETTINGS)(gate.gate)
-app.command("calc")(calc.calc)
+
+
+@app.callback()
+def pdmesh() -> None:
+    """LLM inference as a mesh of gRPC services."""
+
 
 if __name__ == "__main__":
     app()

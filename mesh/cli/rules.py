@@ -8,7 +8,11 @@ import importlib
 import typer
 
 # The gateway parses all arguments, `--help` included.
-PASS_ALL = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+CONTEXT_SETTINGS = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
 
 
 def rules(context: typer.Context) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
 from mesh.home import MeshState, ServiceRecord
-from mesh.launch import grpc_health, http_health
+from mesh.probes import grpc_health, http_health
 from mesh.supervisor import find_process, find_supervisor
 from mesh.v1 import (
     decode_pb2,
@@ -27,6 +27,11 @@ from mesh.v1 import (
 )
 
 CALL_TIMEOUT_S = 1.0
+
+_ADVICE = {
+    scheduler_pb2.DisaggregationVerdict.ADVICE_DISAGGREGATE: "disaggregate",
+    scheduler_pb2.DisaggregationVerdict.ADVICE_LOCAL: "local",
+}
 
 
 def status(
@@ -44,7 +49,10 @@ def status(
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return
-    Console().print(_table(report))
+    console = Console()
+    console.print(_table(report))
+    for verdict in verdicts(report):
+        console.print(verdict_line(verdict), highlight=False, soft_wrap=True)
 
 
 async def _report(state: MeshState) -> dict[str, Any]:
@@ -112,7 +120,34 @@ async def _decode_load(channel: grpc.aio.Channel) -> dict[str, Any]:
 async def _scheduler_state(channel: grpc.aio.Channel) -> dict[str, Any]:
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
     response = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=CALL_TIMEOUT_S)
-    return {"waiting": response.num_waiting, "placements": response.num_placements}
+    return {
+        "waiting": response.num_waiting,
+        "placements": response.num_placements,
+        # Also those that run elsewhere.
+        "workers": [
+            {
+                "worker_id": worker.worker_id,
+                "role": worker.role,
+                "address": worker.address,
+                "placements": worker.num_placements,
+            }
+            for worker in response.workers
+        ],
+        "disaggregation": [describe_verdict(verdict) for verdict in response.verdicts],
+    }
+
+
+def describe_verdict(verdict: scheduler_pb2.DisaggregationVerdict) -> dict[str, Any]:
+    """Whether separate prefill workers pay for a model, as measured by one scheduler."""
+    return {
+        "model": verdict.model,
+        "advice": _ADVICE.get(verdict.advice, "unknown"),
+        "placements": verdict.num_placements,
+        "local_ms": round(verdict.local_ms, 1),
+        "remote_ms": round(verdict.remote_ms, 1),
+        "prefill_tokens_per_s": round(verdict.prefill_tokens_per_second, 1),
+        "transfer_tokens_per_s": round(verdict.transfer_tokens_per_second, 1),
+    }
 
 
 async def _transfer_stats(channel: grpc.aio.Channel) -> dict[str, Any]:
@@ -145,6 +180,26 @@ def _engine(load: types_pb2.EngineLoad) -> dict[str, int]:
         "prefix_cache_queries": load.num_prefix_cache_queries,
         "prefix_cache_hits": load.num_prefix_cache_hits,
     }
+
+
+def verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for service in report["services"] for one in service.get("disaggregation", ())]
+
+
+def verdict_line(verdict: dict[str, Any]) -> str:
+    """What the measurements say of separate prefill workers, in a sentence."""
+    model, placements = verdict["model"], verdict["placements"]
+    costs = (
+        f"to the first token {verdict['local_ms']:.0f} ms on the decode worker alone, "
+        f"{verdict['remote_ms']:.0f} ms with a prefill worker (mean of {placements} placements)"
+    )
+    match verdict["advice"]:
+        case "local":
+            return f"{model}: do not disaggregate here: {costs}"
+        case "disaggregate":
+            return f"{model}: disaggregation pays: {costs}"
+        case _:
+            return f"{model}: too little is measured to say whether disaggregation pays"
 
 
 def _table(report: dict[str, Any]) -> Table:

@@ -21,8 +21,9 @@ from rich.text import Text
 
 from mesh import model_store
 from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
+from mesh.fleet import Fleet, serving_fleet
 from mesh.home import Home, HomeInUse, MeshState
-from mesh.launch import LaunchOptions, plan_launch, write_topology
+from mesh.launch import Launch, LaunchOptions, plan_launch, write_topology
 from mesh.supervisor import StartFailed, Supervisor, clean_up, find_supervisor
 
 START_TIMEOUT_S = 120.0
@@ -102,6 +103,7 @@ async def _serve(home: Home, options: LaunchOptions) -> int:
         url=launch.url,
         grpc_address=launch.grpc_address,
         model=options.model_name,
+        control_address=launch.control_address,
         on_change=display.update,
     )
     stop = asyncio.Event()
@@ -109,7 +111,7 @@ async def _serve(home: Home, options: LaunchOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     stopped = asyncio.create_task(stop.wait())
-    work = asyncio.create_task(_run(supervisor, display))
+    work = asyncio.create_task(_run(supervisor, display, launch))
     try:
         await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -126,11 +128,13 @@ async def _serve(home: Home, options: LaunchOptions) -> int:
             segment.unlink(missing_ok=True)
 
 
-async def _run(supervisor: Supervisor, display: "_Display") -> None:
+async def _run(supervisor: Supervisor, display: "_Display", launch: Launch) -> None:
     with display:
         await supervisor.start(START_TIMEOUT_S)
     console.print(ready_message(supervisor.state()))
-    await supervisor.run_until_failed()
+    fleet = Fleet(supervisor, launch, start_timeout_s=START_TIMEOUT_S)
+    async with serving_fleet(fleet, launch.control_address):
+        await supervisor.run_until_failed()
 
 
 def _find_model(home: Home, model: str) -> tuple[str, Path]:

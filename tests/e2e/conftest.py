@@ -39,6 +39,8 @@ def mesh(
         model_home,
         *("--decode", "2"),
         *("--set", "scheduler.mode=disaggregated"),
+        # Short, so that a long stream has to move when its worker is drained.
+        *("--set", "decode.drain_timeout_s=1"),
         # Small, so that it is full before a test looks at memory.
         *("--set", "kv_transfer.host_memory_bytes=16777216"),
         *("--otlp-endpoint", collector[1]),

@@ -159,14 +159,64 @@ async def test_services_stop_stage_by_stage(home: Home) -> None:
     assert ended == ["first", "last"]
 
 
+async def test_a_service_that_is_removed_ends_and_is_not_started_again(home: Home) -> None:
+    supervisor = supervise(home, spec("a", SLEEP), spec("b", SLEEP))
+    await supervisor.start(timeout_s=20)
+    record = supervisor.state().services[0]
+
+    ended = await supervisor.remove("a", grace_s=5)
+
+    assert ended
+    assert find_process(record) is None
+    assert [service.name for service in supervisor.state().services] == ["b"]
+    await supervisor.stop(grace_s=5)
+
+
+async def test_a_service_that_is_added_is_watched_like_the_others(home: Home) -> None:
+    back = asyncio.Event()
+
+    def notice(state: MeshState) -> None:
+        if any(s.name == "b" and s.restarts == 1 and s.state == "running" for s in state.services):
+            back.set()
+
+    supervisor = supervise(home, spec("a", SLEEP), on_change=notice)
+    await supervisor.start(timeout_s=20)
+
+    await supervisor.add(spec("b", SLEEP), timeout_s=20)
+    added = supervisor.state().services[1]
+    assert added.pid is not None
+    os.kill(added.pid, signal.SIGKILL)
+
+    await asyncio.wait_for(back.wait(), 20)
+    await supervisor.stop(grace_s=5)
+
+
+async def test_a_service_that_cannot_be_added_leaves_the_others_alone(home: Home) -> None:
+    async def never() -> bool:
+        return False
+
+    supervisor = supervise(home, spec("a", SLEEP))
+    await supervisor.start(timeout_s=20)
+    running = asyncio.create_task(supervisor.run_until_failed())
+
+    with pytest.raises(StartFailed, match="b ended with status 2"):
+        await supervisor.add(spec("b", "import sys; sys.exit(2)", never), timeout_s=20)
+
+    assert not running.done()
+    assert [service.name for service in supervisor.state().services] == ["a"]
+    running.cancel()
+    await supervisor.stop(grace_s=5)
+
+
 async def test_what_a_killed_supervisor_left_is_cleaned_up(home: Home) -> None:
     supervisor = supervise(home, spec("a", SLEEP))
     await supervisor.start(timeout_s=20)
     record = supervisor.state().services[0]
     segment = Path("/dev/shm") / f"{home.segment_prefix}left"
     segment.write_bytes(b"x")
-    for watcher in supervisor._watchers:  # the supervisor is gone, its children are not
-        watcher.cancel()
+    for service in supervisor._services:  # the supervisor is gone, its children are not
+        assert service.watcher is not None
+        service.watcher.cancel()
 
     left = await asyncio.to_thread(clean_up, home)
 

@@ -113,7 +113,7 @@ def test_compile_writes_lua_and_warns_of_keys(tmp_path: Path) -> None:
 
 def test_pdmesh_passes_everything_on(rules_file: Path) -> None:
     pdmesh = typer.Typer()
-    pdmesh.command("rules", context_settings=mesh_rules.PASS_ALL)(mesh_rules.rules)
+    pdmesh.command("rules", context_settings=mesh_rules.CONTEXT_SETTINGS)(mesh_rules.rules)
     pdmesh.command("other")(lambda: None)
 
     checked = CliRunner().invoke(pdmesh, ["rules", "check", str(rules_file)])

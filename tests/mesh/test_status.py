@@ -1,0 +1,34 @@
+"""What `pdmesh status` says of disaggregation."""
+
+import pytest
+
+from mesh.cli.status import describe_verdict, verdict_line, verdicts
+from mesh.v1 import scheduler_pb2
+
+Verdict = scheduler_pb2.DisaggregationVerdict
+
+
+@pytest.mark.parametrize(
+    ("advice", "word", "sentence"),
+    [
+        (Verdict.ADVICE_LOCAL, "local", "m: do not disaggregate here: to the first token 51 ms"),
+        (Verdict.ADVICE_DISAGGREGATE, "disaggregate", "m: disaggregation pays: to the first"),
+        (Verdict.ADVICE_UNSPECIFIED, "unknown", "m: too little is measured"),
+    ],
+)
+def test_a_verdict_is_a_word_for_scripts_and_a_sentence_for_people(
+    advice: "Verdict.Advice.ValueType", word: str, sentence: str
+) -> None:
+    found = describe_verdict(
+        Verdict(model="m", advice=advice, num_placements=40, local_ms=51.26, remote_ms=80)
+    )
+
+    assert found["advice"] == word
+    assert found["local_ms"] == 51.3
+    assert verdict_line(found).startswith(sentence)
+
+
+def test_verdicts_are_those_of_every_scheduler() -> None:
+    services = [{"disaggregation": [{"model": "a"}]}, {}, {"disaggregation": [{"model": "b"}]}]
+
+    assert [one["model"] for one in verdicts({"services": services})] == ["a", "b"]
