@@ -1,6 +1,7 @@
 """POST /v1/chat/completions and /v1/completions: one HTTP request, first byte to last."""
 
 import logging
+from dataclasses import replace
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -16,6 +17,7 @@ from gateway.middleware import CLIENT_REQUEST_ID
 from gateway.openai.api import Api, ApiRequest
 from gateway.param_rules import read_ruled
 from gateway.record import RequestRecord
+from gateway.service_class import ttft_objective_ms
 from mesh.errors import MeshError
 from mesh.telemetry import SpanKind, enter_trace, request_id_var, span
 from mesh.v1 import types_pb2
@@ -63,8 +65,12 @@ class GenerateEndpoint:
             request, answered_model = self._validate(scope, body, record)
             model = await self._core.catalog.get(request.model)
             record.model, record.is_stream = model.name, request.is_stream()
+            generation = replace(
+                request.generation(model),
+                ttft_objective_ms=ttft_objective_ms(Headers(scope=scope)),
+            )
             groups = await self._core.pipeline.prepare(
-                record.request_id, request.generation(model), model, deadline, record.timeline
+                record.request_id, generation, model, deadline, record.timeline
             )
             record.serve(groups)
             answer = self._answer(request, answered_model, record, groups)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from gateway.timeline import Timeline
 from mesh.errors import DeadlineExceeded
@@ -34,6 +35,13 @@ class TokenPrompt:
 Prompt = TextPrompt | ChatPrompt | TokenPrompt
 
 
+class PriorityClass(StrEnum):
+    """Whether somebody waits for the answer: offline requests give way to online ones."""
+
+    ONLINE = "online"
+    OFFLINE = "offline"
+
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """One request: `n` choices for each of its prompts."""
@@ -53,6 +61,9 @@ class GenerationRequest:
     echo: bool = False
     cache_salt: str = ""
     priority: int = 0
+    priority_class: PriorityClass = PriorityClass.ONLINE
+    # Refused at once when its first token could not come within this; 0: the scheduler's own.
+    ttft_objective_ms: int = 0
     # The parameter that holds the prompt, for error messages.
     prompt_param: str | None = None
 

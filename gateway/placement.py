@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from gateway.generation import Chunk, Job
+from gateway.generation import Chunk, Job, PriorityClass
 from mesh.client import mesh_errors
 from mesh.errors import DeadlineExceeded, WorkerUnavailable
 from mesh.telemetry import use_span
@@ -22,10 +22,18 @@ _MODES = {
     scheduler_pb2.PLACEMENT_MODE_DISAGGREGATED: "disaggregated",
     scheduler_pb2.PLACEMENT_MODE_LOCAL: "local",
 }
+_CLASSES = {
+    PriorityClass.ONLINE: scheduler_pb2.PRIORITY_CLASS_ONLINE,
+    PriorityClass.OFFLINE: scheduler_pb2.PRIORITY_CLASS_OFFLINE,
+}
 
 
 class HeldPlacement:
-    """Where a job runs; the scheduler charges the workers until it is left."""
+    """Where a job runs; the scheduler charges the workers until it is left.
+
+    Renewed from the event loop that serves the job: should that hang, the scheduler takes the
+    placement back.
+    """
 
     def __init__(
         self,
@@ -39,6 +47,9 @@ class HeldPlacement:
         self.mode = _MODES.get(placement.mode, "")
         self.is_finished = False
         self._is_prefill_done = False
+        # A call takes one message at a time.
+        self._writing = asyncio.Lock()
+        self._renewing = asyncio.create_task(self._renew(placement.lease_ms / 1000))
 
     async def observed(
         self, job: Job, chunks: AsyncGenerator[Chunk, None]
@@ -70,8 +81,8 @@ class HeldPlacement:
             num_output_tokens=num_output_tokens,
             num_cached_tokens=job.trace.num_cached_tokens or 0,
         )
-        await self._tell(scheduler_pb2.PlaceRequest(finished=finished))
         self.is_finished = True
+        await self._tell(scheduler_pb2.PlaceRequest(finished=finished))
 
     async def end(self) -> None:
         """Give the placement back."""
@@ -79,16 +90,32 @@ class HeldPlacement:
             if self.is_finished:
                 # A cancelled call's last message may never be read.
                 async with asyncio.timeout(_END_TIMEOUT_S):
-                    await self._call.done_writing()
+                    async with self._writing:
+                        self._renewing.cancel()
+                        await self._call.done_writing()
                     await self._call.code()
         except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             logger.debug("placement did not end in order", extra={"error": repr(error)})
         finally:
-            self._call.cancel()
+            self.drop()
+
+    def drop(self) -> None:
+        """Give it back at once, with whatever the scheduler has not read yet."""
+        self._renewing.cancel()
+        self._call.cancel()
+
+    async def _renew(self, lease_s: float) -> None:
+        renew = scheduler_pb2.PlaceRequest(renew=scheduler_pb2.PlaceRequest.Renew())
+        while lease_s and not self._call.done():
+            await asyncio.sleep(lease_s / 3)
+            if self.is_finished:
+                return
+            await self._tell(renew)
 
     async def _tell(self, message: scheduler_pb2.PlaceRequest) -> None:
         try:
-            await self._call.write(message)
+            async with self._writing:
+                await self._call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             # The scheduler is gone and the charge with it; the workers are not.
             logger.warning("placement lost", extra={"error": repr(error)})
@@ -130,6 +157,8 @@ class Scheduler:
                 task = asyncio.create_task(placement.end())
                 self._ending.add(task)
                 task.add_done_callback(self._ending.discard)
+            elif placement is not None:
+                placement.drop()
             else:
                 call.cancel()
 
@@ -173,5 +202,7 @@ def _admit(job: Job, excluded_worker_ids: Collection[str]) -> scheduler_pb2.Plac
             cache_salt=job.request.cache_salt,
             excluded_worker_ids=sorted(excluded_worker_ids),
             priority=job.request.priority,
+            priority_class=_CLASSES[job.request.priority_class],
+            ttft_objective_ms=job.request.ttft_objective_ms,
         )
     )

@@ -240,6 +240,12 @@ NUM_QUEUED = Gauge(
 NUM_PLACEMENTS = Gauge(
     "pdmesh.scheduler.placements", "{placement}", "Placements held", service="scheduler"
 )
+PLACEMENT_LEASE_EXPIRIES = Counter(
+    "pdmesh.scheduler.placement_lease_expiries",
+    "{placement}",
+    "Placements taken back from a gateway that said nothing more of them",
+    service="scheduler",
+)
 NUM_WORKERS = Gauge(
     "pdmesh.scheduler.workers",
     "{worker}",

@@ -29,7 +29,7 @@ async def run(config: SchedulerConfig) -> None:
         server = MeshServer(config.listen)
         server.add(
             scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
-            SchedulerServicer(scheduler, config.max_queue_wait_s),
+            SchedulerServicer(scheduler, config.max_queue_wait_s, lease_s=config.placement_lease_s),
             SERVICE_NAME,
         )
         await serve(

@@ -77,6 +77,11 @@ class SchedulerConfig(ServiceConfig):
     max_queue_wait_s: float = Field(
         120.0, gt=0, description="the longest wait for a place, whatever the caller's deadline"
     )
+    placement_lease_s: float = Field(
+        15.0,
+        ge=1,
+        description="how long a placement is kept for a gateway that says nothing of it",
+    )
     refresh_interval_s: float = Field(
         0.25, gt=0, description="how often the workers are read from Redis"
     )

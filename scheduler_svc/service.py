@@ -43,9 +43,12 @@ _ADVICE = {
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    def __init__(self, scheduler: Scheduler, max_queue_wait_s: float) -> None:
+    def __init__(
+        self, scheduler: Scheduler, max_queue_wait_s: float, *, lease_s: float = 15.0
+    ) -> None:
         self._scheduler = scheduler
         self._max_queue_wait_s = max_queue_wait_s
+        self._lease_s = lease_s
 
     async def Place(
         self,
@@ -60,15 +63,40 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             with span("scheduler.place", _facts_attributes(admit.facts)) as current:
                 held = await stack.enter_async_context(self._scheduler.hold(admit, timeout_s))
                 _describe(held.decision, current)
-            yield _to_response(held, stopwatch.elapsed_ms)
-            async for message in request_iterator:
-                match message.WhichOneof("event"):
-                    case "prefill_done":
-                        self._scheduler.prefill_done(held, _prefill_times(message.prefill_done))
-                    case "finished":
-                        self._scheduler.finished(held, _all_times(message.finished))
-                    case _:
-                        raise InvalidRequest("`admit` may be sent once, before all else")
+            yield _to_response(held, stopwatch.elapsed_ms, self._lease_s)
+            await self._follow(held, request_iterator)
+
+    async def _follow(
+        self, held: HeldPlacement, messages: AsyncIterator[scheduler_pb2.PlaceRequest]
+    ) -> None:
+        """Hear of the request until its caller ends the call, or is silent for too long.
+
+        Keepalive finds out that a caller is dead or cut off, but not that it hangs: gRPC's own
+        threads answer for it.
+        """
+        now = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(self._lease_s) as lease:
+                async for message in messages:
+                    lease.reschedule(now() + self._lease_s)
+                    self._hear(held, message)
+        except TimeoutError:
+            metrics.PLACEMENT_LEASE_EXPIRIES.add(1)
+            logger.warning("a placement's lease expired", extra={"lease_s": self._lease_s})
+            raise DeadlineExceeded(
+                f"nothing was heard of the placement for {self._lease_s:g} s"
+            ) from None
+
+    def _hear(self, held: HeldPlacement, message: scheduler_pb2.PlaceRequest) -> None:
+        match message.WhichOneof("event"):
+            case "renew":
+                pass
+            case "prefill_done":
+                self._scheduler.prefill_done(held, _prefill_times(message.prefill_done))
+            case "finished":
+                self._scheduler.finished(held, _all_times(message.finished))
+            case _:
+                raise InvalidRequest("`admit` may be sent once, before all else")
 
     async def GetState(
         self,
@@ -170,7 +198,9 @@ def _describe(decision: Decision, current: Span) -> None:
     logger.debug("placed", extra=description)
 
 
-def _to_response(held: HeldPlacement, queue_ms: float) -> scheduler_pb2.PlaceResponse:
+def _to_response(
+    held: HeldPlacement, queue_ms: float, lease_s: float
+) -> scheduler_pb2.PlaceResponse:
     decision = held.decision
     placement = scheduler_pb2.Placement(
         placement_id=held.placement_id,
@@ -178,6 +208,7 @@ def _to_response(held: HeldPlacement, queue_ms: float) -> scheduler_pb2.PlaceRes
         decode=_to_worker_ref(decision.decode),
         reason=decision.reason,
         timings=[types_pb2.StageTiming(stage=types_pb2.STAGE_QUEUE, duration_ms=queue_ms)],
+        lease_ms=int(1000 * lease_s),
     )
     if decision.prefill is not None:
         placement.prefill.CopyFrom(_to_worker_ref(decision.prefill))

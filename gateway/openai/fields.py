@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from gateway.generation import GenerationRequest, Prompt
+from gateway.generation import GenerationRequest, PriorityClass, Prompt
 from gateway.sampling import MAX_SEED, MIN_SEED, check_stop
-from mesh.errors import InvalidRequest
+from mesh.errors import InvalidRequest, UnsupportedParameter
 from mesh.v1 import types_pb2
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,14 @@ LogitBias = Annotated[dict[int, float], BeforeValidator(_to_logit_bias)]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
 
 
+# OpenAI's flex processing is cheaper and may wait: what pdmesh calls offline.
+_TIERS = {
+    "auto": PriorityClass.ONLINE,
+    "default": PriorityClass.ONLINE,
+    "flex": PriorityClass.OFFLINE,
+}
+
+
 class StreamOptions(BaseModel):
     """What a stream carries besides text."""
 
@@ -104,6 +112,7 @@ class GenerationFields(BaseModel):
     user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Annotated[int, Field(ge=-_MAX_INT32, le=_MAX_INT32)] | None = None
+    service_tier: str | None = None
 
     # Taken as they are by `SamplingParams`.
     _SAMPLING: ClassVar[tuple[str, ...]] = (
@@ -175,9 +184,16 @@ class GenerationFields(BaseModel):
             echo=echo,
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,
+            priority_class=_TIERS[self.service_tier or "auto"],
         )
 
     def _check_together(self) -> None:
+        if self.service_tier is not None and self.service_tier not in _TIERS:
+            raise UnsupportedParameter(
+                f"service_tier {self.service_tier!r} is not supported: use one of "
+                f"{', '.join(_TIERS)}",
+                param="service_tier",
+            )
         first, second = self.max_tokens, self.max_completion_tokens
         if first is not None and second is not None and first != second:
             raise InvalidRequest(

@@ -48,7 +48,6 @@ _BOTH: dict[str, _IsOff] = {
     "response_format": _text_format,
     "return_token_ids": _one_of(False),
     "return_tokens_as_token_ids": _one_of(False),
-    "service_tier": _one_of("auto", "default"),
     "spaces_between_special_tokens": _one_of(True),
     "structured_outputs": _empty,
     "truncate_prompt_tokens": lambda value: False,

@@ -139,6 +139,21 @@ class PlaceRequest(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class Renew(_message.Message):
+        """The placement is still wanted. Any other message says so too."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        def __init__(
+            self,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class PrefillDone(_message.Message):
         """The first token exists, on whichever worker."""
 
@@ -197,6 +212,7 @@ class PlaceRequest(_message.Message):
     ADMIT_FIELD_NUMBER: _builtins.int
     PREFILL_DONE_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admit(self) -> Global___PlaceRequest.Admit:
         """First message: ask for a place."""
@@ -209,18 +225,23 @@ class PlaceRequest(_message.Message):
     def finished(self) -> Global___PlaceRequest.Finished:
         """The sequence is complete."""
 
+    @_builtins.property
+    def renew(self) -> Global___PlaceRequest.Renew:
+        """The placement is still wanted."""
+
     def __init__(
         self,
         *,
         admit: Global___PlaceRequest.Admit | None = ...,
         prefill_done: Global___PlaceRequest.PrefillDone | None = ...,
         finished: Global___PlaceRequest.Finished | None = ...,
+        renew: Global___PlaceRequest.Renew | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "finished", b"finished", "prefill_done", b"prefill_done"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "finished", b"finished", "prefill_done", b"prefill_done", "renew", b"renew"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "finished", b"finished", "prefill_done", b"prefill_done"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "finished", b"finished", "prefill_done", b"prefill_done", "renew", b"renew"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admit", "prefill_done", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admit", "prefill_done", "finished", "renew"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -264,6 +285,7 @@ class Placement(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
     placement_id: _builtins.str
     """Unique in the scheduler."""
     mode: Global___PlacementMode.ValueType
@@ -272,6 +294,10 @@ class Placement(_message.Message):
     """Why this mode, one of a fixed set: "isl_bounding", "prefill_remote",
     "no_prefill_worker", "forced", and once costs are measured "local_cheaper",
     "remote_cheaper", "explore".
+    """
+    lease_ms: _builtins.int
+    """How long the placement is kept without a word from the caller, who renews it
+    after a third of that.
     """
     @_builtins.property
     def prefill(self) -> Global___WorkerRef:
@@ -294,10 +320,11 @@ class Placement(_message.Message):
         decode: Global___WorkerRef | None = ...,
         reason: _builtins.str = ...,
         timings: _abc.Iterable[_types_pb2.StageTiming] | None = ...,
+        lease_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "mode", b"mode", "placement_id", b"placement_id", "prefill", b"prefill", "reason", b"reason", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "lease_ms", b"lease_ms", "mode", b"mode", "placement_id", b"placement_id", "prefill", b"prefill", "reason", b"reason", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,7 +39,9 @@ class SchedulerServiceStub:
     The caller sends `admit` once and waits for `placement`. The placement is
     held, and its load is charged to the workers, for as long as the call is
     open; closing or cancelling it, queued or placed, gives everything back, and
-    so does the loss of the caller. `prefill_done` moves the charge from the
+    so does the loss of the caller. A placement is also a lease: a caller of which
+    nothing is heard for `Placement.lease_ms` loses it, although its connection
+    lives. `prefill_done` moves the charge from the
     prefill to the decode worker; `finished` comes last, before closing. Both tell
     how long things took, and later placements learn from it.
 
@@ -48,7 +50,8 @@ class SchedulerServiceStub:
       NOT_FOUND           no worker serves the model
       RESOURCE_EXHAUSTED  the queue is full, or the first token could not come in
                           time; retry after the given delay
-      DEADLINE_EXCEEDED   no placement within the caller's deadline
+      DEADLINE_EXCEEDED   no placement within the caller's deadline, or the lease
+                          of the placement is over
       UNAVAILABLE         no worker of a needed role is alive, or the scheduler
                           is draining
     """
@@ -66,7 +69,9 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     The caller sends `admit` once and waits for `placement`. The placement is
     held, and its load is charged to the workers, for as long as the call is
     open; closing or cancelling it, queued or placed, gives everything back, and
-    so does the loss of the caller. `prefill_done` moves the charge from the
+    so does the loss of the caller. A placement is also a lease: a caller of which
+    nothing is heard for `Placement.lease_ms` loses it, although its connection
+    lives. `prefill_done` moves the charge from the
     prefill to the decode worker; `finished` comes last, before closing. Both tell
     how long things took, and later placements learn from it.
 
@@ -75,7 +80,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
       NOT_FOUND           no worker serves the model
       RESOURCE_EXHAUSTED  the queue is full, or the first token could not come in
                           time; retry after the given delay
-      DEADLINE_EXCEEDED   no placement within the caller's deadline
+      DEADLINE_EXCEEDED   no placement within the caller's deadline, or the lease
+                          of the placement is over
       UNAVAILABLE         no worker of a needed role is alive, or the scheduler
                           is draining
     """
@@ -96,7 +102,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         The caller sends `admit` once and waits for `placement`. The placement is
         held, and its load is charged to the workers, for as long as the call is
         open; closing or cancelling it, queued or placed, gives everything back, and
-        so does the loss of the caller. `prefill_done` moves the charge from the
+        so does the loss of the caller. A placement is also a lease: a caller of which
+        nothing is heard for `Placement.lease_ms` loses it, although its connection
+        lives. `prefill_done` moves the charge from the
         prefill to the decode worker; `finished` comes last, before closing. Both tell
         how long things took, and later placements learn from it.
 
@@ -105,7 +113,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
           NOT_FOUND           no worker serves the model
           RESOURCE_EXHAUSTED  the queue is full, or the first token could not come in
                               time; retry after the given delay
-          DEADLINE_EXCEEDED   no placement within the caller's deadline
+          DEADLINE_EXCEEDED   no placement within the caller's deadline, or the lease
+                              of the placement is over
           UNAVAILABLE         no worker of a needed role is alive, or the scheduler
                               is draining
         """

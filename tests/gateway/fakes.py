@@ -516,11 +516,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     error: MeshError | None = None
     gate: asyncio.Event | None = None
     num_open: int = 0
+    lease_ms: int = 15_000
     admits: list[scheduler_pb2.PlaceRequest.Admit] = field(default_factory=list)
     num_prefill_done: int = 0
     # What callers said after `admit`.
     told: list[scheduler_pb2.PlaceRequest] = field(default_factory=list)
     was_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    was_renewed: asyncio.Event = field(default_factory=asyncio.Event)
     is_idle: asyncio.Event = field(default_factory=asyncio.Event)
     loads: dict[str, types_pb2.EngineLoad] = field(default_factory=dict)
     metadata: list[dict[str, str]] = field(default_factory=list)
@@ -543,6 +545,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             async for message in request_iterator:
                 self.num_prefill_done += message.HasField("prefill_done")
                 self.told.append(message)
+                if message.HasField("renew"):
+                    self.was_renewed.set()
         finally:
             self.num_open -= 1
             if self.num_open == 0:
@@ -572,6 +576,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise WorkerUnavailable("no decode worker is alive")
         placement = scheduler_pb2.Placement(
             placement_id=f"p{len(self.admits)}",
+            lease_ms=self.lease_ms,
             mode=scheduler_pb2.PLACEMENT_MODE_LOCAL,
             decode=scheduler_pb2.WorkerRef(worker_id=decode.worker_id, address=decode.address),
         )
@@ -641,6 +646,8 @@ class FakeMesh:
         tokenizer.chats.clear()
         tokenizer.traceparents.clear()
         scheduler.error = scheduler.gate = None
+        scheduler.lease_ms = 15_000
+        scheduler.was_renewed.clear()
         scheduler.local = False
         scheduler.num_prefill_done = 0
         scheduler.told.clear()

@@ -1,12 +1,15 @@
 """What the scheduler hears of a placement's life."""
 
+import asyncio
+from typing import Any
+
 import httpx
 import pytest
 
 from mesh.errors import WorkerUnavailable
-from mesh.v1 import types_pb2
+from mesh.v1 import scheduler_pb2, types_pb2
 from tests.gateway.fakes import FakeMesh, Fault
-from tests.gateway.running import chat
+from tests.gateway.running import chat, completion
 
 CHAT = "/v1/chat/completions"
 
@@ -46,3 +49,64 @@ async def test_times_of_a_resumed_request_are_not_told_as_those_of_one_placement
     kinds = [message.WhichOneof("event") for message in mesh.scheduler.told]
     assert kinds == ["prefill_done", "prefill_done", "finished"]
     assert not mesh.scheduler.told[-1].finished.timings
+
+
+async def test_placement_is_renewed_for_as_long_as_its_request_runs(
+    http: httpx.AsyncClient, mesh: FakeMesh
+) -> None:
+    mesh.scheduler.lease_ms = 30
+    mesh.prefill.finish_gate.clear()
+    asking = asyncio.create_task(http.post(CHAT, json=chat()))
+    await asyncio.wait_for(mesh.scheduler.was_renewed.wait(), 5)
+    mesh.prefill.finish_gate.set()
+
+    assert (await asking).status_code == 200
+    await mesh.quiet()
+    kinds = [message.WhichOneof("event") for message in mesh.scheduler.told]
+    assert kinds[0] == "renew"
+    assert kinds[-1] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("more", "priority_class"),
+    [
+        ({}, scheduler_pb2.PRIORITY_CLASS_ONLINE),
+        ({"service_tier": None}, scheduler_pb2.PRIORITY_CLASS_ONLINE),
+        ({"service_tier": "auto"}, scheduler_pb2.PRIORITY_CLASS_ONLINE),
+        ({"service_tier": "default"}, scheduler_pb2.PRIORITY_CLASS_ONLINE),
+        ({"service_tier": "flex", "priority": 3}, scheduler_pb2.PRIORITY_CLASS_OFFLINE),
+    ],
+)
+async def test_flex_requests_give_way_to_the_others(
+    http: httpx.AsyncClient, mesh: FakeMesh, more: dict[str, Any], priority_class: int
+) -> None:
+    answer = await http.post("/v1/completions", json=completion(**more))
+
+    assert answer.status_code == 200
+    [admit] = mesh.scheduler.admits
+    assert admit.priority_class == priority_class
+    assert admit.priority == more.get("priority", 0)
+
+
+async def test_scheduler_learns_within_what_time_the_first_token_is_wanted(
+    http: httpx.AsyncClient, mesh: FakeMesh
+) -> None:
+    headers = {"x-pdmesh-ttft-objective-ms": "750"}
+
+    assert (await http.post(CHAT, json=chat(), headers=headers)).status_code == 200
+    assert (await http.post(CHAT, json=chat())).status_code == 200
+
+    assert [admit.ttft_objective_ms for admit in mesh.scheduler.admits] == [750, 0]
+
+
+@pytest.mark.parametrize("given", ["", "0", "-1", "1.5", "soon", "4294967296", "9" * 40])
+async def test_ttft_objective_that_is_no_time_is_refused(
+    http: httpx.AsyncClient, mesh: FakeMesh, given: str
+) -> None:
+    headers = {"x-pdmesh-ttft-objective-ms": given}
+
+    answer = await http.post(CHAT, json=chat(), headers=headers)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-pdmesh-ttft-objective-ms"
+    assert not mesh.scheduler.admits

@@ -200,7 +200,7 @@ UNSUPPORTED = [
     (COMPLETIONS, "use_beam_search", True),
     (COMPLETIONS, "prompt_logprobs", 0),
     (COMPLETIONS, "truncate_prompt_tokens", 5),
-    (COMPLETIONS, "service_tier", "flex"),
+    (COMPLETIONS, "service_tier", "priority"),
 ]
 
 

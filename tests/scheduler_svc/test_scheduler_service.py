@@ -38,6 +38,7 @@ from tests.paper_workers import PaperRegistry, registered
 
 PlaceRequest = scheduler_pb2.PlaceRequest
 PREFILL_DONE = PlaceRequest(prefill_done=PlaceRequest.PrefillDone())
+RENEW = PlaceRequest(renew=PlaceRequest.Renew())
 
 
 class PaperLookup:
@@ -109,6 +110,7 @@ async def serve() -> AsyncIterator[Serve]:
             max_wait_s: float = 30,
             objectives: Objectives | None = None,
             quantum: int = 2048,
+            lease_s: float = 15.0,
             **settings: Any,
         ) -> Mesh:
             usual = (registered("p0", "prefill"), registered("d0")) if has_workers else ()
@@ -125,7 +127,7 @@ async def serve() -> AsyncIterator[Serve]:
             server = MeshServer("127.0.0.1:0")
             server.add(
                 scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server,
-                SchedulerServicer(scheduler, max_wait_s),
+                SchedulerServicer(scheduler, max_wait_s, lease_s=lease_s),
                 SERVICE_NAME,
             )
             address = await server.start()
@@ -174,6 +176,11 @@ class Call:
 
     async def tell(self, message: Any) -> None:
         await self._call.write(message)
+
+    async def end(self) -> None:
+        """Until the scheduler has ended the call; raises its error."""
+        with mesh_errors():
+            await self._call.read()
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -396,6 +403,37 @@ async def test_mesh_without_workers_is_unavailable_with_a_delay(serve: Serve) ->
         await Call(mesh).placement()
 
     assert caught.value.retry_after_s is not None
+
+
+async def test_placement_whose_caller_hangs_is_taken_back_when_its_lease_ends(
+    serve: Serve,
+) -> None:
+    # KV-16: its connection lives, and it never calls the prefill worker.
+    mesh = await serve(lease_s=0.2)
+    call = Call(mesh)
+
+    placement = await call.placement()
+    assert placement.lease_ms == 200
+    await mesh.until(num_placements=1)
+    await mesh.until(num_placements=0)
+
+    assert await mesh.num_placements() == {"d0": 0, "p0": 0}
+    with pytest.raises(DeadlineExceeded, match="nothing was heard of the placement"):
+        await call.end()
+
+
+async def test_placement_that_is_renewed_outlives_its_lease(serve: Serve) -> None:
+    mesh = await serve(lease_s=0.2)
+    call = Call(mesh)
+    await call.placement()
+
+    clock = asyncio.get_running_loop().time
+    until = clock() + 0.5
+    while clock() < until:
+        await call.tell(RENEW)
+        assert (await mesh.state()).num_placements == 1
+
+    await mesh.until(num_placements=0)
 
 
 async def test_second_admit_ends_the_call_and_the_placement(serve: Serve) -> None:
