@@ -73,6 +73,8 @@ class RequestRecord:
         """The jobs that answer the request; their time begins."""
         self._jobs = [job for group in groups for job in group]
         self._prompts = [group[0] for group in groups]
+        for job in self._prompts:
+            self._recent.prefixes.add(job.request.cache_salt, job.model, job.prompt_token_ids)
         self.timeline.enter(types_pb2.STAGE_QUEUE)
         for job in self._jobs:
             job.trace.timeline = self.timeline.fork(types_pb2.STAGE_QUEUE)

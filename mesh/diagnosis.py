@@ -1,6 +1,6 @@
 """From where the time went to why, and what to try."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ _FULL_CACHE = 0.9
 _LOW_HIT_RATE = 0.05
 _MANY_FAILURES = 0.01
 _LONG_TAIL = 5.0
+# Two blocks: less is not worth a change.
+_NOTABLE_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,31 @@ def diagnose_now(live: Mapping[str, Any]) -> list[Finding]:
     stages = live["mean_stages_ms"]
     findings += _slow_stages(stages, sum(stages.values()), {})
     return findings
+
+
+def diagnose_prefixes(prefixes: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Keys whose prompts stop sharing a prefix although they go on alike."""
+    return [
+        Finding(
+            "cache",
+            f"prompts of {_of_key(one['key'])} stop sharing a prefix at token "
+            f"{one['num_shared_tokens'] + 1}: after {one['shared_text']!r} "
+            f"{_alternatives(one['next_texts'])}",
+            f"a cache finds nothing behind a difference, and {one['num_same_after']} of "
+            f"{one['num_prompt_tokens']} tokens behind it are the same in all",
+            "move what changes (a time, a name, a number) to the end of the prompt",
+        )
+        for one in prefixes
+        if one["num_same_after"] >= max(_NOTABLE_TOKENS, 0.1 * one["num_prompt_tokens"])
+    ]
+
+
+def _of_key(key: str) -> str:
+    return f"key {key!r}" if key else "requests without a key"
+
+
+def _alternatives(texts: Sequence[str]) -> str:
+    return "comes " + " or ".join(map(repr, texts)) if texts else "they end"
 
 
 def _failure(request: Mapping[str, Any]) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
 
+from gateway.dashboard.prefixes import PromptPrefixes
 from gateway.finished import FinishedRequest
 
 # Of the series; one point a second.
@@ -41,6 +42,7 @@ class RecentRequests:
         self._requests: deque[_Entry] = deque(maxlen=max_requests)
         # How many requests there were, forgotten ones included.
         self.last_number = 0
+        self.prefixes = PromptPrefixes()
         self._seconds: deque[_Second] = deque(maxlen=SERIES_S)
 
     def add(self, finished: FinishedRequest) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,7 +13,9 @@ from starlette.routing import Route
 from gateway.core import Core
 from gateway.dashboard.access import COOKIE, check_access
 from gateway.dashboard.live import live
+from gateway.dashboard.prefixes import Divergence
 from gateway.errors import NOT_FOUND
+from gateway.generation import Deadline
 
 _STATIC = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -40,6 +43,7 @@ def dashboard_routes(core: Core) -> list[Route]:
             ("/style.css", pages.style),
             ("/app.js", pages.script),
             ("/api/live", pages.live),
+            ("/api/prefixes", pages.prefixes),
             ("/api/requests", pages.requests),
             ("/api/requests/{request_id}", pages.request),
         )
@@ -80,6 +84,11 @@ class _Dashboard:
     async def live(self, request: Request) -> Response:
         return JSONResponse(live(self._core))
 
+    async def prefixes(self, request: Request) -> Response:
+        """Where each key's prompts part; the tokens there are all of their text that is told."""
+        divergences = self._core.recent.prefixes.divergences()
+        return JSONResponse({"prefixes": [await self._prefix(one) for one in divergences]})
+
     async def requests(self, request: Request) -> Response:
         recent = self._core.recent
         limit = min(_number(request, "limit", _MAX_LISTED), _MAX_LISTED)
@@ -92,6 +101,23 @@ class _Dashboard:
         if finished is None:
             raise HTTPException(NOT_FOUND)
         return JSONResponse(finished.details())
+
+    async def _prefix(self, divergence: Divergence) -> dict[str, Any]:
+        async def text(*token_ids: int) -> str:
+            deadline = Deadline(self._core.config.encode_timeout_s)
+            decoded = await self._core.tokenizer.decode(divergence.model, token_ids, deadline)
+            return decoded.text
+
+        return {
+            "key": divergence.key,
+            "model": divergence.model,
+            "num_prompts": divergence.num_prompts,
+            "num_prompt_tokens": divergence.num_prompt_tokens,
+            "num_shared_tokens": divergence.num_shared_tokens,
+            "num_same_after": divergence.num_same_after,
+            "shared_text": await text(*divergence.shared_token_ids),
+            "next_texts": [await text(one) for one in divergence.next_token_ids],
+        }
 
 
 def _number(request: Request, name: str, default: int) -> int:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from mesh.cli.gateway_api import GatewayApi, KeyOption, UrlOption, find_request
 from mesh.cli.options import DEFAULT_HOME, HomeOption, fail
-from mesh.diagnosis import Finding, diagnose_now, diagnose_request
+from mesh.diagnosis import Finding, diagnose_now, diagnose_prefixes, diagnose_request
 
 
 def doctor(
@@ -27,7 +27,7 @@ def doctor(
         raise fail("give a request's id, or --now", code=2)
     api = GatewayApi(home, url, key)
     if request_id is None:
-        findings = diagnose_now(api.live())
+        findings = [*diagnose_now(api.live()), *diagnose_prefixes(api.prefixes())]
     else:
         findings = diagnose_request(find_request(home, api, request_id))
     if as_json:

@@ -44,6 +44,11 @@ class GatewayApi:
             raise fail(f"{self.url} has no dashboard")
         return found
 
+    def prefixes(self) -> list[dict[str, Any]]:
+        """Where the prompts of each key stop sharing a prefix."""
+        found = self._get("prefixes")
+        return [] if found is None else list(found["prefixes"])
+
     def request(self, request_id: str) -> dict[str, Any] | None:
         """One of the last requests; None if it is not known there."""
         return self._get(f"requests/{urllib.parse.quote(request_id, safe='')}")
