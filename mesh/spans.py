@@ -141,6 +141,13 @@ SPANS = (
         ),
     ),
     SpanDescription(
+        "kv.send",
+        "kv_transfer",
+        "kv.pull",
+        "One stream of a copy to another machine, where it is sent.",
+        ("pdmesh.kv.num_blocks", "pdmesh.kv.bytes"),
+    ),
+    SpanDescription(
         "kv.load",
         "kv_transfer",
         "prefill.run",

@@ -5,12 +5,17 @@ import secrets
 import socket
 import ssl
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
+
+from opentelemetry import trace
 
 from kv_transfer_svc.segments import Segment, SegmentTable
 from kv_transfer_svc.transports import block_wire
 from kv_transfer_svc.transports.block_wire import ReadRequest
 from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch, MeshError
+from mesh.telemetry import extract_trace, is_tracing, span, use_span
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +127,32 @@ class BlockServer:
         try:
             self._check_token(request)
             with self._segments.in_use(request.engine_id) as (segment,):
-                _send_blocks(connection, request, segment)
+                # Over before the reader's, which ends with our last word.
+                with _send_span(request):
+                    _send_blocks(connection, request, segment)
+                block_wire.send_end(connection)
         except MeshError as error:
             block_wire.send_error(connection, str(error))
 
     def _check_token(self, request: ReadRequest) -> None:
         if not secrets.compare_digest(request.token, self.token):
             raise KvTransferFailed("the token is another agent's: ask this one where to read")
+
+
+@contextmanager
+def _send_span(request: ReadRequest) -> Iterator[None]:
+    """What sending takes here, as a part of the reader's trace; a thread has no other."""
+    if not is_tracing() or not request.traceparent:
+        yield
+        return
+    reader = trace.get_current_span(extract_trace([("traceparent", request.traceparent)]))
+    num_blocks = int(request.runs[:, 1].sum())
+    facts = {
+        "pdmesh.kv.num_blocks": num_blocks,
+        "pdmesh.kv.bytes": num_blocks * request.block_bytes,
+    }
+    with use_span(reader), span("kv.send", facts):
+        yield
 
 
 def _send_blocks(connection: socket.socket, request: ReadRequest, segment: Segment) -> None:
@@ -152,7 +176,6 @@ def _send_blocks(connection: socket.socket, request: ReadRequest, segment: Segme
             block_wire.send_piece(connection, segment.bytes_of(piece))
     # Blocks that were reused meanwhile may have been sent half old, half new.
     segment.check_generations(block_ids, request.generations)
-    block_wire.send_end(connection)
 
 
 def _wait_for_request(connection: socket.socket) -> bytes:

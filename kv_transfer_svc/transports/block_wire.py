@@ -1,8 +1,9 @@
 """What two agents say to each other on the data port, byte for byte.
 
     request  "PDKV" | version u16 | length u32 | body
-    body     token 16 bytes | block_bytes u64 | sizes of the three that follow, each u32
-             engine id | runs: (first block u32, blocks u32), ... | generations: u32, ...
+    body     token 16 bytes | block_bytes u64 | sizes of the four that follow, each u32
+             engine id | traceparent or nothing
+             runs: (first block u32, blocks u32), ... | generations: u32, ...
     answer   a piece of each run after the other, then the end:
              kind u8 | length u64 | xxh3-64 u64 | payload
              or, in place of any of them, an error, whose payload is its text
@@ -28,10 +29,10 @@ _MAX_BODY_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 4096
 
 _PREFIX = struct.Struct("<4sHI")
-_BODY = struct.Struct(f"<{TOKEN_BYTES}sQIII")
+_BODY = struct.Struct(f"<{TOKEN_BYTES}sQIIII")
 _FRAME = struct.Struct("<BQQ")
 _MAGIC = b"PDKV"
-_VERSION = 1
+_VERSION = 2
 _U32 = np.dtype("<u4")
 
 
@@ -62,6 +63,8 @@ class ReadRequest:
     runs: NDArray[np.uint32]
     # One a block, or none.
     generations: NDArray[np.uint32]
+    # W3C's, of the span that reads; empty where nobody traces.
+    traceparent: str = ""
 
     @property
     def block_ids(self) -> NDArray[np.int64]:
@@ -78,15 +81,13 @@ def pieces(first_block: int, num_blocks: int, block_bytes: int) -> Iterator[slic
 
 
 def send_request(connection: socket.socket, request: ReadRequest) -> None:
-    engine_id = request.engine_id.encode()
+    engine_id, traceparent = request.engine_id.encode(), request.traceparent.encode()
     runs = request.runs.astype(_U32).tobytes()
     generations = request.generations.astype(_U32).tobytes()
-    body = _BODY.pack(
-        request.token, request.block_bytes, len(engine_id), len(runs), len(generations)
-    )
-    parts: Sequence[bytes] = (body, engine_id, runs, generations)
-    prefix = _PREFIX.pack(_MAGIC, _VERSION, sum(map(len, parts)))
-    connection.sendall(b"".join((prefix, *parts)))
+    parts: Sequence[bytes] = (engine_id, traceparent, runs, generations)
+    body = _BODY.pack(request.token, request.block_bytes, *map(len, parts))
+    prefix = _PREFIX.pack(_MAGIC, _VERSION, len(body) + sum(map(len, parts)))
+    connection.sendall(b"".join((prefix, body, *parts)))
 
 
 def receive_request(connection: socket.socket, first_byte: bytes) -> ReadRequest:
@@ -99,13 +100,13 @@ def receive_request(connection: socket.socket, first_byte: bytes) -> ReadRequest
         raise WireError(f"a request of {length} bytes")
     body = memoryview(_receive(connection, length))
     token, block_bytes, *sizes = _BODY.unpack(body[: _BODY.size])
-    if _BODY.size + sum(sizes) != length or any(size % _U32.itemsize for size in sizes[1:]):
+    if _BODY.size + sum(sizes) != length or any(size % _U32.itemsize for size in sizes[2:]):
         raise WireError("the parts of a request do not add up")
     parts, start = [], _BODY.size
     for size in sizes:
         parts.append(body[start : start + size])
         start += size
-    runs = np.frombuffer(parts[1], _U32)
+    runs = np.frombuffer(parts[2], _U32)
     if len(runs) % 2:
         raise WireError("half a run")
     return ReadRequest(
@@ -113,7 +114,8 @@ def receive_request(connection: socket.socket, first_byte: bytes) -> ReadRequest
         engine_id=bytes(parts[0]).decode(errors="replace"),
         block_bytes=block_bytes,
         runs=runs.reshape(-1, 2),
-        generations=np.frombuffer(parts[2], _U32),
+        generations=np.frombuffer(parts[3], _U32),
+        traceparent=bytes(parts[1]).decode(errors="replace"),
     )
 
 

@@ -20,6 +20,7 @@ from kv_transfer_svc.transports.base import to_their_end
 from kv_transfer_svc.transports.block_server import shut_down
 from kv_transfer_svc.transports.block_wire import PeerError, ReadRequest, WireError
 from mesh.errors import KvTransferFailed
+from mesh.telemetry import current_traceparent
 
 # Below this a second stream costs more than it brings.
 _MIN_STREAM_BYTES = 4 << 20
@@ -72,7 +73,7 @@ class TcpTransport:
         """
         num_bytes = sum(run.num_blocks for run in runs) * source.block_bytes
         num_streams = max(1, min(self._num_streams, num_bytes // _MIN_STREAM_BYTES))
-        streams = _Streams(self._connections, source, destination)
+        streams = _Streams(self._connections, source, destination, current_traceparent() or "")
         shares = _with_generations(split_runs(runs, num_streams), generations)
         works = [self._threads.submit(streams.read, *share) for share in shares]
 
@@ -92,9 +93,14 @@ class _Streams:
     """The connections over which one read runs, so that it can be cut short."""
 
     def __init__(
-        self, connections: "_Connections", source: RemoteSource, destination: Segment
+        self,
+        connections: "_Connections",
+        source: RemoteSource,
+        destination: Segment,
+        traceparent: str,
     ) -> None:
         self._connections = connections
+        self._traceparent = traceparent
         self._source = source
         self._destination = destination
         self._lock = threading.Lock()
@@ -144,7 +150,12 @@ class _Streams:
         source, destination = self._source, self._destination
         sources = np.array([(run.source, run.num_blocks) for run in runs], np.uint32)
         request = ReadRequest(
-            source.token, source.engine_id, source.block_bytes, sources, generations
+            source.token,
+            source.engine_id,
+            source.block_bytes,
+            sources,
+            generations,
+            self._traceparent,
         )
         block_wire.send_request(connection, request)
         num_bytes = 0

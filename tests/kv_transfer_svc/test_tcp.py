@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kv_transfer_svc.agent import Pull
 from kv_transfer_svc.runs import BlockRun
@@ -19,6 +21,7 @@ from kv_transfer_svc.segments import Segment, SegmentSpec
 from kv_transfer_svc.tls import TlsFiles
 from kv_transfer_svc.transports import block_wire
 from kv_transfer_svc.transports.tcp import RemoteSource, TcpTransport
+from mesh import telemetry
 from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch
 from tests.transfer_agents import RunningAgent, pull_from, start_agent
 
@@ -78,6 +81,38 @@ async def test_scattered_blocks_arrive_over_several_streams(
         await here.agent.pull(pull_from(there, shuffled, ALL))
 
         assert np.array_equal(read_blocks(destination), read_blocks(source)[shuffled])
+
+
+async def test_what_the_other_machine_sends_is_part_of_the_readers_trace(
+    start: StartAgent, make_segment: MakeSegment
+) -> None:
+    # OB-04
+    here, there = await start(num_streams=3), await start()
+    there.attach(make_segment("p", **BIG))
+    here.attach(make_segment("d", **BIG))
+    exporter = InMemorySpanExporter()
+    telemetry.start_tracing("kv_transfer", SimpleSpanProcessor(exporter))
+    try:
+        with telemetry.span("kv.pull"):
+            await here.agent.pull(pull_from(there, ALL, ALL))
+        pull, *sends = reversed(exporter.get_finished_spans())
+        await here.agent.pull(pull_from(there, ALL, ALL))
+        assert len(exporter.get_finished_spans()) == len(sends) + 1
+    finally:
+        telemetry.shutdown()
+
+    assert len(sends) == 3
+    for send in sends:
+        assert send.name == "kv.send"
+        assert send.parent is not None
+        assert pull.context is not None
+        assert (send.parent.trace_id, send.parent.span_id) == (
+            pull.context.trace_id,
+            pull.context.span_id,
+        )
+        assert (send.end_time or 0) <= (pull.end_time or 0)
+    sent = [dict(send.attributes or {})["pdmesh.kv.bytes"] for send in sends]
+    assert sum(int(str(one)) for one in sent) == 64 << 19
 
 
 async def test_engine_of_this_machine_is_read_from_memory_whatever_the_caller_says(
