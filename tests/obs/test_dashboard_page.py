@@ -1,5 +1,6 @@
 """The page in a real browser, without a network."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -117,6 +118,36 @@ async def test_the_page_is_there_within_a_second(gateway: RunningGateway, page: 
 
     loaded_ms = await page.run("return performance.getEntriesByType('navigation')[0].loadEventEnd;")
     assert 0 < loaded_ms < 1000
+
+
+async def test_the_page_follows_sixteen_streams_while_they_run(page: Browser) -> None:
+    async with FakeMesh() as mesh, run_gateway(mesh) as gateway:
+        mesh.model.default = [*b"x" * 400]
+        paced = asyncio.Semaphore(0)
+        for decode in mesh.decodes:
+            decode.steps = paced
+        await page.open(f"{gateway.url}/dashboard")
+        await page.wait_for("document.querySelector('#status').textContent.includes('all well')")
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+            body = chat(stream=True, max_tokens=200)
+            streams = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(16)]
+            await page.wait_for(shows("streams", "=== 16"))
+            for _ in range(16 * 40):
+                paced.release()
+            # The mean of five seconds, the running one left out.
+            await page.wait_for(shows("tokens", "> 50"))
+            assert not any(stream.done() for stream in streams)
+            for stream in streams:
+                stream.cancel()
+            await asyncio.wait(streams)
+        await page.wait_for("document.querySelectorAll('tr.request').length === 16")
+        await page.wait_for(shows("streams", "=== 0"))
+
+
+def shows(tile: str, comparison: str) -> str:
+    """What a tile's number must be."""
+    shown = f"document.querySelector('#{tile} strong')?.textContent.replace(',', '')"
+    return f"parseFloat({shown}) {comparison}"
 
 
 async def test_the_page_says_when_the_gateway_is_gone(
