@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST_ARGS ?=
 
-.PHONY: setup setup-dev nginx browser promtool run test check protos docs bench clean
+.PHONY: setup setup-dev trace-ui nginx browser promtool run test check protos docs bench clean
 
 setup: $(VENV)/.run  ## make .venv with what `pdmesh` needs
 
@@ -24,6 +24,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 run: setup  ## serve the default model on http://127.0.0.1:8000
 	$(BIN)/pdmesh up $(ARGS)
+
+trace-ui: setup  ## a mesh and a tracing UI beside it, on http://127.0.0.1:6006
+	tools/trace_ui.sh $(ARGS)
 
 nginx:  ## nginx with its Lua module, which tests need
 	-tools/install_nginx.sh
@@ -58,4 +61,4 @@ bench: setup-dev
 	$(BIN)/python -m benchmarks compare $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-trace-ui build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -14,6 +14,8 @@ from benchmarks.contenders import Contender, Place, contenders
 from benchmarks.points import DEFAULT_POINTS, BenchPoint
 from benchmarks.settings import BenchmarkSettings
 from benchmarks.summary import markdown
+from benchmarks.telemetry import VARIANTS, measure_cost
+from benchmarks.telemetry import markdown as markdown_of_cost
 from mesh.bench.machine import describe_machine
 from mesh.bench.prompts import Vocabulary
 
@@ -70,6 +72,30 @@ def compare(
         typer.echo(failure, err=True)
     if comparison.failures or any(measurement.num_errors for measurement in measurements):
         raise typer.Exit(1)
+
+
+@app.command()
+def telemetry(
+    variants: Annotated[str, typer.Option(help="traced, page, or both.")] = "traced,page",
+    concurrency: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds beside the first.")] = 5,
+    duration_s: Annotated[float, typer.Option(min=1, help="Of a measurement.")] = 6.0,
+) -> None:
+    """Measure what tracing, and an open dashboard, cost a mesh under load."""
+    names = tuple(variants.split(","))
+    if unknown := set(names) - set(VARIANTS):
+        raise typer.BadParameter(f"no variant {', '.join(unknown)}; there are {VARIANTS}")
+    samples, num_spans = asyncio.run(
+        measure_cost(
+            names,
+            concurrency=concurrency,
+            num_rounds=rounds,
+            duration_s=duration_s,
+            environment=_child_environment(),
+            report=lambda line: typer.echo(line, err=True),
+        )
+    )
+    typer.echo(markdown_of_cost(samples, num_spans))
 
 
 def _choose(known: dict[str, Contender], names: str) -> list[Contender]:

@@ -1,0 +1,220 @@
+"""What it costs to be watched: tracing, and the dashboard's page, against a mesh left alone."""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+
+from benchmarks.contenders import OURS, Place, contenders
+from benchmarks.points import BenchPoint
+from benchmarks.processes import RunningServer, running
+from benchmarks.settings import BenchmarkSettings
+from mesh.bench.client import Endpoint, open_client
+from mesh.bench.prompts import Vocabulary
+from mesh.bench.results import summarize_round
+from mesh.bench.run import Plan, measure
+from mesh.ports import find_free_ports
+from mesh.telemetry import span
+
+PLAIN = "plain"
+# Against it: one mesh with tracing, and the same mesh as `plain` with somebody at its page.
+VARIANTS = ("traced", "page")
+# As often and as much as the page asks (gateway/dashboard/static/app.js).
+_POLL_S = 1.0
+_NUM_LISTED = 300
+_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
+_NUM_CALLS = 100_000
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One variant in one round."""
+
+    variant: str
+    tokens_per_s: float
+    # Of the mesh's processes, for each token.
+    cpu_ms: float
+
+
+@dataclass
+class Sink:
+    """Takes traces and looks at them later: what reads them shares no time with the mesh."""
+
+    batches: list[bytes] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        """Yields the endpoint."""
+        server = grpc.aio.server()
+        handler: Any = grpc.unary_unary_rpc_method_handler(self._export)
+        service, method = _EXPORT.strip("/").split("/")
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            await server.stop(None)
+
+    def num_spans(self) -> int:
+        """Spans of everything that came."""
+        requests = map(trace_service_pb2.ExportTraceServiceRequest.FromString, self.batches)
+        return sum(
+            len(scope.spans)
+            for request in requests
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+        )
+
+    async def _export(self, batch: bytes, context: Any) -> bytes:
+        self.batches.append(batch)
+        return b""
+
+
+async def measure_cost(
+    variants: Sequence[str],
+    *,
+    concurrency: int,
+    num_rounds: int,
+    duration_s: float,
+    environment: Mapping[str, str],
+    report: Report,
+) -> tuple[list[Sample], int]:
+    """Rounds over `plain` and the variants, interleaved; and how many spans came.
+
+    Both meshes run all the time: an idle one costs the same whichever is measured.
+    """
+    settings = BenchmarkSettings()
+    load = BenchPoint("W1", concurrency).load(Vocabulary.from_folder(settings.model_folder))
+    plan = Plan(num_rounds, duration_s, grace_s=30.0, seed=0)
+    samples: list[Sample] = []
+    sink = Sink()
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        endpoint = await stack.enter_async_context(sink.listening())
+        plain = await stack.enter_async_context(_mesh(settings, folder, PLAIN, environment))
+        servers = {PLAIN: plain, "page": plain}
+        if "traced" in variants:
+            servers["traced"] = await stack.enter_async_context(
+                _mesh(settings, folder, "traced", environment, "--otlp-endpoint", endpoint)
+            )
+        names = [PLAIN, *variants]
+        for round_index in range(num_rounds + 1):
+            # Another first one each time: none always runs on the coolest machine.
+            first = round_index % len(names)
+            for name in (*names[first:], *names[:first]):
+                seed = (round_index, name)
+                async with _watcher(servers[name].url, is_there=name == "page"):
+                    sample = await _measure(name, servers[name], settings, load, plan, seed)
+                report(f"round {round_index}: {sample}")
+                if round_index > 0:
+                    samples.append(sample)
+    return samples, sink.num_spans()
+
+
+async def _measure(
+    name: str, server: RunningServer, settings: BenchmarkSettings, load: Any, plan: Plan, seed: Any
+) -> Sample:
+    async with open_client(Endpoint(server.url, settings.model_folder.name)) as client:
+        cpu_s = server.cpu_s()
+        window = await measure(client, load, plan, seed)
+        cpu_s = server.cpu_s() - cpu_s
+    group = summarize_round(window).groups[load.workload.group]
+    if group.num_errors:
+        raise RuntimeError(f"{name}: {group.num_errors} requests failed")
+    num_tokens = sum(one.num_output_tokens for one in window.recordings)
+    return Sample(name, round(group.output_tokens_per_s, 1), round(1000 * cpu_s / num_tokens, 3))
+
+
+@asynccontextmanager
+async def _mesh(
+    settings: BenchmarkSettings,
+    folder: Path,
+    name: str,
+    environment: Mapping[str, str],
+    *arguments: str,
+) -> AsyncIterator[RunningServer]:
+    home = folder / name
+    home.mkdir()
+    [port] = find_free_ports(1)
+    contender = contenders(settings, ("--log-level", "INFO", *arguments))[OURS]
+    launch = contender.launch(BenchPoint("W1", 1), Place(port, home))
+    async with running(launch, port, folder / f"{name}.log", environment) as server:
+        yield server
+
+
+@asynccontextmanager
+async def _watcher(url: str, *, is_there: bool) -> AsyncIterator[None]:
+    """Somebody with the page open, who asks what the page asks."""
+    watching = asyncio.create_task(_watch(url)) if is_there else None
+    try:
+        yield
+    finally:
+        if watching is not None:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+
+async def _watch(url: str) -> None:
+    last_number = 0
+    async with aiohttp.ClientSession(url) as session:
+        while True:
+            asked = {"limit": _NUM_LISTED, "after": last_number}
+            async with session.get("/dashboard/api/live") as live:
+                await live.read()
+            async with session.get("/dashboard/api/requests", params=asked) as listed:
+                last_number = (await listed.json())["last_number"]
+            await asyncio.sleep(_POLL_S)
+
+
+def markdown(samples: Sequence[Sample], num_spans: int) -> str:
+    """A table: medians, and each variant's rounds by the plain rounds beside them."""
+    lines = [
+        "| | tokens/s | CPU ms a token | tokens/s by plain | CPU by plain |",
+        "|---|---|---|---|---|",
+    ]
+    by_variant: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_variant.setdefault(sample.variant, []).append(sample)
+    for name, rounds in by_variant.items():
+        speeds = [one.tokens_per_s for one in rounds]
+        costs = [one.cpu_ms for one in rounds]
+        cells = [name, _spread(speeds, 1), _spread(costs, 3)]
+        plain = by_variant[PLAIN]
+        for values, base in (
+            (speeds, [one.tokens_per_s for one in plain]),
+            (costs, [one.cpu_ms for one in plain]),
+        ):
+            ratios = [value / of for value, of in zip(values, base, strict=True)]
+            cells.append("" if name == PLAIN else _spread(ratios, 3))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"{num_spans} spans came. A span that is not recorded takes {no_span_ns()} ns."]
+    return "\n".join(lines) + "\n"
+
+
+def no_span_ns() -> int:
+    """What a span costs where tracing is off."""
+    started = time.perf_counter_ns()
+    for _ in range(_NUM_CALLS):
+        with span("off"):
+            pass
+    return (time.perf_counter_ns() - started) // _NUM_CALLS
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    low, high = min(values), max(values)
+    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
