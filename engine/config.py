@@ -6,6 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.quantization_config import (
+    CheckpointQuantization,
+    UnsupportedQuantization,
+    parse_quantization,
+)
+
 MIB = 1024 * 1024
 
 
@@ -62,6 +68,8 @@ class ModelConfig:
     bos_token_id: int | None
     # Any of these ends a sequence.
     eos_token_ids: frozenset[int]
+    # None: the checkpoint has plain floats.
+    quantization: CheckpointQuantization | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
@@ -100,7 +108,7 @@ class EngineConfig:
     backend: BackendName | Literal["auto"] = "auto"
     # "auto" keeps what the checkpoint stores (float16 becomes float32 on a CPU).
     dtype: DtypeName | Literal["auto"] = "auto"
-    # "auto" is none, except for a model made from quantized weights that the kernels can run.
+    # "auto" is what the checkpoint is quantized to, or was made from, where the kernels can run it.
     quantization: QuantizationName | Literal["auto"] = "auto"
     # "auto" is the dtype, or bfloat16 with quantized weights.
     kv_cache_dtype: KvDtypeName | Literal["auto"] = "auto"
@@ -136,8 +144,6 @@ def _parse(values: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     architecture = _architecture(values)
     if "auto_map" in values:
         raise ModelConfigError("auto_map asks for the model's own code, which is never run")
-    if "quantization_config" in values:
-        raise ModelConfigError("quantization_config: quantized checkpoints are not supported")
     if (activation := values.get("hidden_act", "silu")) != "silu":
         raise ModelConfigError(f"hidden_act is {activation!r}, only 'silu' is supported")
     hidden_size = _size(values, "hidden_size")
@@ -172,6 +178,7 @@ def _parse(values: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         sliding_window=_sliding_window(values) if is_mistral else None,
         bos_token_id=_bos(values, vocab_size),
         eos_token_ids=_eos(values, generation, vocab_size),
+        quantization=_quantization(values),
     )
 
 
@@ -183,6 +190,18 @@ def _architecture(values: Mapping[str, Any]) -> str:
     raise ModelConfigError(
         f"architecture {architectures} is not supported; supported: {', '.join(_ARCHITECTURES)}"
     )
+
+
+def _quantization(values: Mapping[str, Any]) -> CheckpointQuantization | None:
+    stored = values.get("quantization_config")
+    if stored is None:
+        return None
+    if not isinstance(stored, dict):
+        raise ModelConfigError("quantization_config is not an object")
+    try:
+        return parse_quantization(stored)
+    except UnsupportedQuantization as error:
+        raise ModelConfigError(f"quantization_config: {error}") from None
 
 
 def _rope(values: Mapping[str, Any]) -> tuple[float, RopeScaling]:

@@ -5,8 +5,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from engine.config import ModelConfig, ModelError
+from engine.quantized_layouts import LayoutError, Weight, as_float32, read_weights
 from engine.safetensors_file import (
+    FLOAT_DTYPES,
     SafetensorsError,
     StoredDtype,
     StoredTensor,
@@ -30,22 +34,24 @@ class WeightsError(ModelError):
     """The weights do not fit config.json."""
 
 
-def load_weights(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+def load_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
     """Return the weights by their Hugging Face names, with `lm_head.weight` always among them.
 
-    They stay mapped from the file, so that the workers of a machine share one copy in memory.
+    Floats stay mapped from the file, so that the workers of a machine share one copy in memory.
     """
     try:
-        weights = _read_folder(folder)
+        weights = read_weights(_read_folder(folder), config.quantization)
     except SafetensorsError as error:
         raise LoadError(str(error)) from None
+    except LayoutError as error:
+        raise LoadError(f"{folder}: {error}") from None
     _tie_embeddings(folder, config, weights)
     _check_tokenizer(folder, weights[EMBEDDING].shape[0])
     return weights
 
 
 def stored_dtype(folder: Path) -> StoredDtype:
-    """Return what the matrices are stored as: what config.json says about it does not count."""
+    """Return what floats are stored as: what config.json says about it does not count."""
     try:
         headers = [read_header(path) for path in _weight_files(folder)]
     except SafetensorsError as error:
@@ -53,7 +59,9 @@ def stored_dtype(folder: Path) -> StoredDtype:
     for name in (EMBEDDING, LM_HEAD):
         for entries in headers:
             if name in entries:
-                return entries[name].dtype
+                stored = entries[name].dtype
+                # Scales are what is left of the floats of a quantized matrix.
+                return stored if stored in FLOAT_DTYPES else "float32"
     raise LoadError(f"{folder}: neither {EMBEDDING} nor {LM_HEAD}")
 
 
@@ -141,7 +149,7 @@ def _read_folder(folder: Path) -> dict[str, StoredTensor]:
     return weights
 
 
-def _tie_embeddings(folder: Path, config: ModelConfig, weights: dict[str, StoredTensor]) -> None:
+def _tie_embeddings(folder: Path, config: ModelConfig, weights: dict[str, Weight]) -> None:
     """Leave both the embedding and the output head in `weights`, or raise."""
     embedding, lm_head = weights.get(EMBEDDING), weights.get(LM_HEAD)
     if not config.tie_word_embeddings:
@@ -151,11 +159,17 @@ def _tie_embeddings(folder: Path, config: ModelConfig, weights: dict[str, Stored
         return
     if embedding is None and lm_head is None:
         raise LoadError(f"{folder}: neither {EMBEDDING} nor {LM_HEAD}")
-    if embedding is not None and lm_head is not None and not embedding.equals(lm_head):
+    if embedding is not None and lm_head is not None and not _are_equal(embedding, lm_head):
         raise LoadError(f"{folder}: tie_word_embeddings is true, but {LM_HEAD} differs")
     tied = embedding if embedding is not None else lm_head
     assert tied is not None
     weights[EMBEDDING] = weights[LM_HEAD] = tied
+
+
+def _are_equal(a: Weight, b: Weight) -> bool:
+    if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
+        return a.equals(b)
+    return np.array_equal(as_float32(a), as_float32(b))
 
 
 def _check_tokenizer(folder: Path, num_embeddings: int) -> None:

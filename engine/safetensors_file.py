@@ -19,7 +19,8 @@ class SafetensorsError(Exception):
 
 
 # As torch names them.
-StoredDtype = Literal["float32", "float16", "bfloat16"]
+StoredDtype = Literal["float32", "float16", "bfloat16", "int8", "int32", "int64"]
+FLOAT_DTYPES: frozenset[StoredDtype] = frozenset({"float32", "float16", "bfloat16"})
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,22 @@ class StoredTensor:
         return self.array.astype(np.float32, copy=False)
 
 
-_DTYPES: dict[str, StoredDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES: dict[str, StoredDtype] = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    # Of quantized checkpoints.
+    "I8": "int8",
+    "I32": "int32",
+    "I64": "int64",
+}
 _ARRAY_DTYPES: dict[StoredDtype, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.uint16),
+    "int8": np.dtype(np.int8),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
 }
 # The format's own limit.
 _MAX_HEADER_BYTES = 100_000_000

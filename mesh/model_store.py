@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,6 +133,44 @@ def add_from_hub(
         return {"repo_id": repo_id, "commit": snapshot.name}
 
     return _install(home, name or repo_id, fill, replace=True)
+
+
+def add_quantized(
+    home: Path, name: str, quantization: str, new_name: str | None, report: Report = print
+) -> Path:
+    """Install a copy of an installed model with quantized weights; default name: NAME-int4."""
+    source = resolve(home, name)
+
+    def fill(folder: Path) -> dict[str, str]:
+        report(f"Quantizing {name} to {quantization}")
+        _quantize(source, folder, quantization)
+        check_model_folder(folder)
+        return {"model": name, "quantization": quantization}
+
+    return _install(home, new_name or f"{name}-{quantization}", fill, replace=True)
+
+
+def write_quantized(source: Path, target: Path, quantization: str) -> None:
+    """Write a quantized copy of a model to a folder that does not exist yet."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.mkdir()
+    except OSError as error:
+        raise ModelStoreError(f"cannot make {target}: {error.strerror}") from error
+    try:
+        _quantize(source, target, quantization)
+    except ModelStoreError:
+        shutil.rmtree(target)
+        raise
+
+
+def _quantize(source: Path, target: Path, quantization: str) -> None:
+    """Fill an empty folder, in a process of its own: only workers have the engine loaded."""
+    command = [sys.executable, "-m", "engine.quantize_checkpoint", str(source), str(target)]
+    command += ["--quantization", quantization]
+    result = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    if result.returncode != 0:
+        raise ModelStoreError(f"cannot quantize {source}: {result.stderr.strip()}")
 
 
 def resolve(home: Path, name: str) -> Path:

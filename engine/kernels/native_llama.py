@@ -31,6 +31,7 @@ from engine.kernels.quantize import MatrixWeights, concatenate, quantize
 Array = npt.NDArray[Any]
 # A torch tensor, an array, or weights that are quantized already and are taken as they are.
 Weight = Any
+_INTEGERS = (WeightFormat.INT8, WeightFormat.INT4)
 
 
 class ModelShape(Protocol):
@@ -255,7 +256,7 @@ def pack_model(
 ) -> PackedModel:
     """Pack weights under their Hugging Face names.
 
-    With INT4, the embedding and the output head are INT8_GROUPED.
+    With INT4, the embedding and the output head are INT8_GROUPED, unless they come quantized.
     """
     return PackedModel(_pack_matrices(config, weights, weight_format), _norms(config, weights))
 
@@ -273,7 +274,7 @@ def _pack_matrices(
     ) -> MatrixWeights:
         parts = []
         for name, shape in zip(names, shapes, strict=True):
-            part = _in_format(weights[f"{name}.weight"], as_format)
+            part = in_format(weights[f"{name}.weight"], as_format)
             if part.shape != shape:
                 raise ValueError(f"{name}.weight is {part.shape}, expected {shape}")
             parts.append(part)
@@ -321,12 +322,12 @@ def _norms(config: ModelShape, weights: Mapping[str, Weight]) -> dict[str, Array
     return norms
 
 
-def _in_format(weight: Weight, weight_format: WeightFormat) -> MatrixWeights:
+def in_format(weight: Weight, weight_format: WeightFormat) -> MatrixWeights:
     if not isinstance(weight, MatrixWeights):
         return quantize(_float32(weight), weight_format)
     if weight_format in (WeightFormat.INT4, weight.format):
         return weight
-    if weight_format is WeightFormat.INT8_GROUPED and weight.format is WeightFormat.INT8:
+    if weight_format is WeightFormat.INT8_GROUPED and weight.format in _INTEGERS:
         return weight
     return quantize(weight.dequantize(), weight_format)
 

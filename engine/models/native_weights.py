@@ -20,9 +20,9 @@ from engine.kernels.library import LayerStruct, LinearStruct, address, linear_st
 from engine.kernels.native_llama import PackedModel, pack_model
 from engine.kernels.pack import ALIGNMENT, PACK_VERSION, PackedMatrix
 from engine.kernels.quantize import MatrixWeights
-from engine.loader import check_weights, load_weights
+from engine.loader import LoadError, check_weights, load_weights
 from engine.model_revision import model_revision
-from engine.safetensors_file import StoredTensor
+from engine.quantized_layouts import ScatteredGroups, Weight, as_float32
 
 logger = logging.getLogger(__name__)
 
@@ -104,15 +104,45 @@ class MappedModel:
         )
 
 
+def source_weights(
+    folder: Path, config: ModelConfig, name: WeightsName
+) -> Mapping[str, Array | MatrixWeights]:
+    """The model's weights, checked; the quantized values that it was made from where it has them.
+
+    Raises:
+        LoadError: they cannot be stored as `name` without being rounded a second time.
+    """
+    stored = load_weights(folder, config)
+    check_weights(config, {key: tensor.shape for key, tensor in stored.items()})
+    if name == "int4":
+        for key, weight in stored.items():
+            if isinstance(weight, ScatteredGroups):
+                raise LoadError(
+                    f"{folder}: {key}: its groups are in act-order (desc_act), and int4 needs"
+                    f" inputs that share a scale to be neighbours; quantization none or int8"
+                    f" serves this checkpoint"
+                )
+    source: dict[str, Any] = {}
+    if name in ("int8", "int4") and has_quantized_source(folder):
+        # Imported here: of the files that workers read, mostly none is a GGUF.
+        from engine.kernels.gguf_weights import read_gguf_weights
+
+        source = read_gguf_weights(folder / SOURCE_GGUF, config.num_heads, config.num_kv_heads)
+    return _Weights(stored, source)
+
+
 class _Weights(Mapping[str, Array | MatrixWeights]):
     """The checkpoint's weights; as the source's own quantized values where these are equal."""
 
-    def __init__(self, stored: Mapping[str, StoredTensor], source: Mapping[str, Any]) -> None:
+    def __init__(self, stored: Mapping[str, Weight], source: Mapping[str, Any]) -> None:
         self._stored = stored
         self._source = source
 
     def __getitem__(self, name: str) -> Array | MatrixWeights:
-        values = self._stored[name].to_float32()
+        weight = self._stored[name]
+        if isinstance(weight, MatrixWeights):
+            return weight
+        values = as_float32(weight)
         quantized = self._source.get(name)
         if isinstance(quantized, MatrixWeights) and np.array_equal(quantized.dequantize(), values):
             return quantized
@@ -127,15 +157,8 @@ class _Weights(Mapping[str, Array | MatrixWeights]):
 
 def _pack(folder: Path, config: ModelConfig, name: WeightsName) -> PackedModel:
     logger.info("packing weights, once", extra={"model_path": str(folder), "weights": name})
-    stored = load_weights(folder, config)
-    check_weights(config, {key: tensor.shape for key, tensor in stored.items()})
-    source: dict[str, Any] = {}
-    if name in ("int8", "int4") and has_quantized_source(folder):
-        # Imported here: of the files that workers read, mostly none is a GGUF.
-        from engine.kernels.gguf_weights import read_gguf_weights
-
-        source = read_gguf_weights(folder / SOURCE_GGUF, config.num_heads, config.num_kv_heads)
-    return pack_model(config, _Weights(stored, source), WeightFormat.from_name(name))
+    weights = source_weights(folder, config, name)
+    return pack_model(config, weights, WeightFormat.from_name(name))
 
 
 def _key(folder: Path, name: WeightsName) -> str:

@@ -99,7 +99,7 @@ def choose(config: EngineConfig, model_config: ModelConfig, max_model_len: int) 
             if value in ("int8", "int4", "fp8"):
                 why = obstacle or "backend is torch"
                 raise BackendError(f"{name} {value} needs the native backend: {why}")
-    weights = _choose_weights(config, is_native)
+    weights = _choose_weights(config, model_config, is_native)
     kv_dtype = config.kv_cache_dtype
     if kv_dtype == "auto":
         kv_dtype = "float32" if weights == "float32" else "bfloat16"
@@ -125,11 +125,18 @@ def _obstacle_to_native(
     return None
 
 
-def _choose_weights(config: EngineConfig, is_native: bool) -> WeightsName:
+def _choose_weights(
+    config: EngineConfig, model_config: ModelConfig, is_native: bool
+) -> WeightsName:
+    stored = model_config.quantization
     match config.quantization:
+        case "int4" if stored is not None and stored.weights == "int8":
+            raise BackendError("quantization int4 would round the checkpoint's int8 weights again")
         case "int8" | "int4":
             return config.quantization
         case "auto" if is_native and config.dtype == "auto":
+            if stored is not None:
+                return stored.weights
             if has_quantized_source(config.model_path):
                 return "int4"
     return _dtype(config)
@@ -138,9 +145,8 @@ def _choose_weights(config: EngineConfig, is_native: bool) -> WeightsName:
 def _dtype(config: EngineConfig) -> DtypeName:
     if config.dtype != "auto":
         return config.dtype
-    stored = stored_dtype(config.model_path)
     # float16 is for GPUs; float32 holds all of its values.
-    return "float32" if stored == "float16" else stored
+    return "bfloat16" if stored_dtype(config.model_path) == "bfloat16" else "float32"
 
 
 def _load_torch(config: EngineConfig, model_config: ModelConfig) -> Model:

@@ -1,6 +1,7 @@
-"""`pdmesh model add | list`: what this machine can serve."""
+"""`pdmesh model add | quantize | list`: what this machine can serve."""
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,13 @@ HomeOption = Annotated[
     Path, typer.Option("--home", envvar="PDMESH_HOME", help="Where pdmesh keeps its files.")
 ]
 DEFAULT_HOME = Path("~/.pdmesh")
+
+
+class Quantization(StrEnum):
+    """Of a copy's weights."""
+
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 @app.command()
@@ -35,6 +43,38 @@ def add(
     console = Console(stderr=True)
     try:
         folder = model_store.add(home.expanduser(), model, name, console.print)
+    except model_store.ModelStoreError as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from None
+    typer.echo(folder)
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="An installed model.")],
+    quantization: Annotated[
+        Quantization, typer.Option(help="What the matrices of the copy are stored as.")
+    ],
+    name: Annotated[
+        str | None, typer.Option(help="What to install it as; default: NAME-int8 or NAME-int4.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write it to this new folder, and do not install it.")
+    ] = None,
+    home: HomeOption = DEFAULT_HOME,
+) -> None:
+    """Make a copy with quantized weights: smaller files, and the same tokens as from the original
+    served with this quantization."""
+    console = Console(stderr=True)
+    try:
+        if output is None:
+            folder = model_store.add_quantized(
+                home.expanduser(), model, quantization, name, console.print
+            )
+        else:
+            source = model_store.resolve(home.expanduser(), model)
+            folder = output.expanduser()
+            model_store.write_quantized(source, folder, quantization)
     except model_store.ModelStoreError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from None

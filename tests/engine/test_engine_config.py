@@ -104,7 +104,7 @@ def test_mistral_has_a_window_unless_it_says_null(
         ({"architectures": "absent"}, "architecture .* is not supported"),
         # ML-06
         ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"num_key_value_heads": 3}, "no multiple"),
         ({"head_dim": 15}, "head_dim 15 is odd"),

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from mesh import model_store, smollm2
 from mesh.cli.model import app
 from mesh.model_store import ModelStoreError
+from tests.tiny_llama import make_tiny_model
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -303,3 +304,30 @@ def test_the_command_explains_what_it_refuses(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.stdout == ""
     assert "nothing: neither smollm2-135m-instruct" in result.stderr
+
+
+def test_the_command_quantizes_and_installs(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "tiny")
+    write_json(tmp_path / "tiny" / "tokenizer.json", {"model": {"vocab": {"a": 0}}})
+    runner = CliRunner(env={"PDMESH_HOME": str(tmp_path / "home")})
+    runner.invoke(app, ["add", str(tmp_path / "tiny")])
+
+    installed = runner.invoke(app, ["quantize", "tiny", "--quantization", "int4"])
+    written = runner.invoke(
+        app, ["quantize", "tiny", "--quantization", "int8", "--output", str(tmp_path / "out")]
+    )
+    again = runner.invoke(app, ["quantize", "tiny-int4", "--quantization", "int8"])
+    taken = runner.invoke(
+        app, ["quantize", "tiny", "--quantization", "int8", "--output", str(tmp_path / "out")]
+    )
+
+    assert installed.exit_code == written.exit_code == 0, installed.output + written.output
+    [manifest] = [m for m in model_store.list_models(tmp_path / "home") if m.name == "tiny-int4"]
+    assert manifest.source == {"model": "tiny", "quantization": "int4"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert not (tmp_path / "out" / model_store.MANIFEST).exists()
+    assert again.exit_code == taken.exit_code == 1
+    assert "is quantized to int4 already" in again.output.replace("\n", " ")
+    assert "File exists" in taken.output.replace("\n", " ")
+    assert len(model_store.list_models(tmp_path / "home")) == 2
