@@ -9,7 +9,7 @@ class SpanDescription:
 
     name: str
     service: str
-    # The name of its parent; None begins a trace, or continues the client's.
+    # The names that its parent may have; None begins a trace, or continues the client's.
     parent: str | None
     text: str
     attributes: tuple[str, ...] = ()
@@ -90,7 +90,7 @@ SPANS = (
         "tokenizer",
         "gateway.request",
         "Chat template and encoding.",
-        ("gen_ai.request.model", "pdmesh.num_prompt_tokens"),
+        ("pdmesh.model", "pdmesh.num_prompt_tokens"),
     ),
     SpanDescription(
         "tokenizer.detokenize",
@@ -150,8 +150,8 @@ SPANS = (
     SpanDescription(
         "kv.load",
         "kv_transfer",
-        "prefill.run",
-        "Blocks that come back from a colder tier, to whichever worker asks.",
+        "prefill.run, decode.run",
+        "Blocks that come back from a colder tier.",
         ("pdmesh.kv.num_blocks", "pdmesh.kv.num_loaded_blocks", "pdmesh.kv.num_disk_blocks"),
     ),
     SpanDescription(

@@ -74,7 +74,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self, request: tokenizer_pb2.EncodeRequest, context: _Context
     ) -> tokenizer_pb2.EncodeResponse:
         stopwatch = Stopwatch()
-        with span("tokenizer.encode", {"gen_ai.request.model": request.model}) as encode_span:
+        with span("tokenizer.encode", {"pdmesh.model": request.model}) as encode_span:
             model = self._model(request.model)
             if len(request.bad_words) > self._max_bad_words:
                 raise InvalidRequest(

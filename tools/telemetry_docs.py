@@ -24,7 +24,8 @@ def _spans() -> Iterator[str]:
     for span in SPANS:
         attributes = ", ".join(f"`{one}`" for one in span.attributes)
         events = ", ".join(f"`{one}`" for one in span.events)
-        parent = f"`{span.parent}`" if span.parent else "the client's, or none"
+        parents = span.parent.split(", ") if span.parent else []
+        parent = ", ".join(f"`{one}`" for one in parents) or "the client's, or none"
         yield (
             f"| `{span.name}` | {span.service} | {parent} | {span.text} | {attributes} "
             f"| {events} |\n"

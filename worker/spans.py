@@ -9,7 +9,7 @@ from opentelemetry.trace import Status, StatusCode
 from engine.engine import StepReport
 from engine.request import PrefillProgress, Request, TokenOutput
 from mesh import metrics
-from mesh.telemetry import Span, is_tracing, start_span
+from mesh.telemetry import INVALID_SPAN, Span, is_tracing, start_span
 
 # A step lasts milliseconds: a span for each would be most of a trace store's content.
 STEP_SPAN_INTERVAL_S = 1.0
@@ -42,6 +42,11 @@ def run_span(name: str, request: Request) -> Iterator[Span]:
     finally:
         _running.pop(request.request_id, None)
         span.end()
+
+
+def run_of(request_id: str) -> Span:
+    """The run of an engine's request; one that had to start again has an id longer by that."""
+    return _running.get("/".join(request_id.split("/", 2)[:2]), INVALID_SPAN)
 
 
 def add_chunk_event(span: Span, progress: PrefillProgress) -> None:
@@ -83,18 +88,13 @@ class StepObserver:
 
     def _trace(self, report: StepReport) -> None:
         for request_id in report.preempted_request_ids:
-            if (span := _run_of(request_id)) is not None:
-                span.add_event("preempted")
+            run_of(request_id).add_event("preempted")
         if self._clock() - self._last_span_at >= STEP_SPAN_INTERVAL_S:
-            linked = [span for one in report.request_ids if (span := _run_of(one))]
+            runs = map(run_of, report.request_ids)
+            linked = [run for run in runs if run is not INVALID_SPAN]
             if linked:
                 self._last_span_at = self._clock()
                 _emit_step(report, linked)
-
-
-def _run_of(request_id: str) -> Span | None:
-    """The run of an engine's request; one that had to start again has an id longer by that."""
-    return _running.get("/".join(request_id.split("/", 2)[:2]))
 
 
 def _emit_step(report: StepReport, linked: list[Span]) -> None:

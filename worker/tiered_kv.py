@@ -12,8 +12,10 @@ from typing import Any, Protocol, Self
 from engine.block_pool import BlockEvents
 from engine.engine import EngineStats
 from engine.request import EngineEvent, RemoteKvWanted, Request
+from mesh.telemetry import use_span
 from mesh.v1 import kv_transfer_pb2
 from worker.engine_port import EnginePort
+from worker.spans import run_of
 from worker.transfer_agent import PullFailed, TransferAgent
 
 logger = logging.getLogger(__name__)
@@ -108,15 +110,14 @@ class TieredKv:
         """Fill what the tiers have of the wanted blocks, and tell the engine."""
         num_blocks = 0
         try:
-            response = await self._agent.load(
-                kv_transfer_pb2.LoadBlocksRequest(
-                    request_id=wanted.request_id,
-                    engine_id=self._owner.engine_id,
-                    keys=wanted.keys,
-                    block_ids=wanted.block_ids,
-                ),
-                _LOAD_TIMEOUT_S,
+            request = kv_transfer_pb2.LoadBlocksRequest(
+                request_id=wanted.request_id,
+                engine_id=self._owner.engine_id,
+                keys=wanted.keys,
+                block_ids=wanted.block_ids,
             )
+            with use_span(run_of(wanted.request_id)):
+                response = await self._agent.load(request, _LOAD_TIMEOUT_S)
             num_blocks = response.num_blocks
         except PullFailed as error:
             logger.warning("colder tiers do not answer", extra={"reason": str(error)})

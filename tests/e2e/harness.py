@@ -10,6 +10,7 @@ from queue import Queue
 from typing import Any
 
 import grpc
+import httpx
 import openai
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
@@ -73,6 +74,18 @@ def start_mesh(home: Path, model_home: Path, *arguments: str) -> RunningMesh:
     [port] = find_free_ports(1)
     pdmesh(home, "up", "--detach", "--port", str(port), *arguments)
     return RunningMesh(home, port)
+
+
+def metric(url: str, name: str) -> float:
+    """The sum of a metric's series, by a service's own word."""
+    text = httpx.get(f"http://{url}/metrics").text
+    lines = [line for line in text.splitlines() if line.startswith(name + " ")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def metrics_addresses(mesh: RunningMesh) -> dict[str, str]:
+    services = mesh.status()["services"]
+    return {one["name"]: one["metrics_address"] for one in services if one["metrics_address"]}
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from mesh.spans import SPANS as DESCRIBED
 from tests.e2e.harness import MODEL, Collector, RunningMesh
 
 SPANS = {
@@ -19,6 +20,7 @@ SPANS = {
     ("decode", "decode.run"),
     ("tokenizer", "tokenizer.detokenize"),
 }
+PARENTS = {span.name: (span.parent or "").split(", ") for span in DESCRIBED}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PROMPT = "Every stage of a request has a name and a duration. " * 8
 
@@ -55,6 +57,7 @@ def test_one_request_leaves_one_trace_over_all_services_each_child_inside_its_pa
         if parent is not None:
             assert parent.start_time_unix_nano <= span.start_time_unix_nano, span.name
             assert span.end_time_unix_nano <= parent.end_time_unix_nano, span.name
+            assert parent.name in PARENTS[span.name]
 
 
 def test_the_log_line_of_a_request_names_every_stage(

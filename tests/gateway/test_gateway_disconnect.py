@@ -6,11 +6,15 @@ import logging
 import random
 import socket
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 
+from mesh import telemetry
 from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, chat, eventually, run_gateway
 
@@ -19,6 +23,32 @@ ENDLESS = [ord("x")] * 5000
 # The issue allows a second. This machine may stand still for longer, and whatever is
 # given back by an expiry instead of at once takes longer still.
 PROMPTLY_S = 4.0
+
+
+@pytest.fixture(autouse=True, params=["off", "on"])
+def tracing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """OB-03: a client that leaves is noticed alike, and every span it began has an end."""
+    if request.param == "off":
+        yield
+        return
+    ends = CountedSpans()
+    telemetry.start_tracing("gateway", ends)
+    yield
+    telemetry.shutdown()
+    assert ends.num_started == ends.num_ended > 0
+
+
+class CountedSpans(SpanProcessor):
+    """How many began, and how many ended."""
+
+    def __init__(self) -> None:
+        self.num_started = self.num_ended = 0
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        self.num_started += 1
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.num_ended += 1
 
 
 class Client:
@@ -166,7 +196,7 @@ async def test_finished_requests_leave_nothing_behind(
     gateway: RunningGateway, http: httpx.AsyncClient, mesh: FakeMesh
 ) -> None:
     # ST-06
-    for _ in range(20):
+    for _ in range(10):
         responses = await asyncio.gather(*(http.post(CHAT, json=chat()) for _ in range(10)))
         assert {response.status_code for response in responses} == {200}
 
