@@ -177,6 +177,7 @@ class ScriptedAgent(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self.num_active_pulls = 0
         self.loads: asyncio.Queue[kv_transfer_pb2.LoadBlocksRequest] = asyncio.Queue()
         self.stores: asyncio.Queue[kv_transfer_pb2.StoreBlocksRequest] = asyncio.Queue()
+        self.refused = asyncio.Event()
         # How many of the blocks that are asked for the colder tiers have.
         self.num_tier_blocks = 0
         self.attached: asyncio.Queue[kv_transfer_pb2.AttachSegmentRequest] = asyncio.Queue()
@@ -217,6 +218,7 @@ class ScriptedAgent(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self, request: kv_transfer_pb2.StoreBlocksRequest, context: Any
     ) -> kv_transfer_pb2.StoreBlocksResponse:
         if self.error is not None:
+            self.refused.set()
             raise self.error
         self.stores.put_nowait(request)
         return kv_transfer_pb2.StoreBlocksResponse(num_stored=len(request.keys))

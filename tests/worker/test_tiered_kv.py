@@ -187,7 +187,7 @@ async def test_agent_that_comes_back_is_offered_what_is_new(
     monkeypatch.setattr(tiered_kv, "_RETRY_DELAY_S", 0.01)
     rig.agent.error = KvTransferFailed("not attached")
     rig.tiered.offer(BlockEvents([KEYS[0]], [], [4], [1]))
-    await wait_until(lambda: not rig.tiered._filled)
+    await asyncio.wait_for(rig.agent.refused.wait(), 5)
     rig.agent.error = None
 
     rig.tiered.offer(BlockEvents([KEYS[1]], [], [5], [1]))
