@@ -11,7 +11,7 @@ namespace pdmesh {
 namespace PDMESH_LEVEL {
 
 // How far ahead of the multiplication weights are fetched.
-constexpr int kPrefetchBytes = 4096;
+constexpr int kPrefetchBytes = 16384;
 
 struct Int8Group {
   static constexpr int kBlockBytes = 1088;
@@ -96,7 +96,7 @@ static void grouped_block(const std::uint8_t* unit, const Activations& x, std::i
     }
 #pragma GCC unroll 20
     for (int line = 0; line < Format::kBlockBytes / 64; ++line) {
-      __builtin_prefetch(block + kPrefetchBytes + line * 64, 0, 3);
+      __builtin_prefetch(block + kPrefetchBytes + line * 64, 0, 2);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
@@ -155,8 +155,8 @@ static void wide_block(const std::uint8_t* unit, const float* channel_scales, co
   for (std::int64_t i = 0; i < k; i += 4) {
     const std::uint8_t* block = unit + i * kUnit;
     const W a = load_weights(block), b = load_weights(block + 64);
-    __builtin_prefetch(block + kPrefetchBytes, 0, 3);
-    __builtin_prefetch(block + kPrefetchBytes + 64, 0, 3);
+    __builtin_prefetch(block + kPrefetchBytes, 0, 2);
+    __builtin_prefetch(block + kPrefetchBytes + 64, 0, 2);
     const std::int64_t offset = i / kTileInputs * 2 * kTileBytes + i % kTileInputs;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -188,8 +188,8 @@ static void float32_block(const std::uint8_t* unit, std::int64_t k, const Activa
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = zero();
   for (std::int64_t i = 0; i < k; ++i, w += kUnit) {
     const F low = load(w), high = load(w + 16);
-    __builtin_prefetch(w + kPrefetchBytes / 4, 0, 3);
-    __builtin_prefetch(w + kPrefetchBytes / 4 + 16, 0, 3);
+    __builtin_prefetch(w + kPrefetchBytes / 4, 0, 2);
+    __builtin_prefetch(w + kPrefetchBytes / 4 + 16, 0, 2);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const F value = set1(values[r * x.values_stride + i]);
@@ -214,8 +214,8 @@ static void bfloat16_block(const std::uint8_t* unit, std::int64_t k, const Activ
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = zero();
   for (std::int64_t i = 0; i < k; i += 2, unit += 128) {
     const I a = iload(unit), b = iload(unit + 64);
-    __builtin_prefetch(unit + kPrefetchBytes, 0, 3);
-    __builtin_prefetch(unit + kPrefetchBytes + 64, 0, 3);
+    __builtin_prefetch(unit + kPrefetchBytes, 0, 2);
+    __builtin_prefetch(unit + kPrefetchBytes + 64, 0, 2);
     const F a0 = as_float(shl<16>(a)), b0 = as_float(shl<16>(b));
     const F a1 = as_float(iand(a, high_half)), b1 = as_float(iand(b, high_half));
 #pragma GCC unroll 8

@@ -14,6 +14,7 @@ from engine.kernels.quantize import MatrixWeights
 Array = npt.NDArray[Any]
 
 ALIGNMENT = 64
+_LARGE_PAGE = 2 << 20
 # Inputs of an INT8 matrix are padded to this: one AMX tile is as deep.
 WIDE_STEP = 64
 # Goes up with every change of a layout, so that kept packed weights are packed anew.
@@ -55,6 +56,17 @@ def gate_up_order(intermediate_size: int) -> Array:
     return np.stack((gate.reshape(-1, 16), up.reshape(-1, 16)), axis=1).reshape(-1)
 
 
+def large_pages(num_bytes: int) -> Array:
+    """Zeroed uint8[num_bytes] in memory of its own, in large pages where the system has them."""
+    # Begins at a large page's boundary, or the first and last stretch would be in small ones.
+    memory = mmap.mmap(-1, max(num_bytes, 1) + _LARGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    begin = -whole.ctypes.data % _LARGE_PAGE
+    return whole[begin : begin + num_bytes]
+
+
 class Arena:
     """Packed matrices in one stretch of memory, in large pages where the system has them."""
 
@@ -64,11 +76,7 @@ class Arena:
         for name, array in arrays.items():
             offsets[name] = end
             end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        # The kernels fetch ahead of what they read; that never faults, but stays inside so.
-        self._memory = mmap.mmap(-1, max(end, 1))
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        bytes_view = np.frombuffer(self._memory, dtype=np.uint8)
+        bytes_view = large_pages(end)
         self._arrays: dict[str, Array] = {}
         for name, array in arrays.items():
             place = bytes_view[offsets[name] : offsets[name] + array.nbytes]

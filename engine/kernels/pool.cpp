@@ -1,18 +1,49 @@
 // See pool.h.
 #include "pool.h"
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 namespace pdmesh {
 
 namespace {
 
-// About 20 microseconds: longer than a balanced phase's skew, shorter than a time slice.
+// About 20 microseconds: as long as most phases' skew.
 constexpr int kSpins = 400;
+// About a millisecond, in which the core goes to whoever else wants it. Waking a thread that
+// sleeps takes longer than most phases, so that a step sleeps only when a team member is not
+// running at all.
+constexpr int kYields = 1000;
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   __asm__ volatile("yield");
+#endif
+}
+
+int current_cpu() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Moves the calling thread to another of the cores that it may use, and binds it to none.
+void leave_cpu(int cpu) {
+#if defined(__linux__)
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || CPU_COUNT(&allowed) < 2) return;
+  cpu_set_t others = allowed;
+  CPU_CLR(static_cast<std::size_t>(cpu), &others);
+  if (sched_setaffinity(0, sizeof(others), &others) == 0) {
+    sched_setaffinity(0, sizeof(allowed), &allowed);
+  }
+#else
+  static_cast<void>(cpu);
 #endif
 }
 
@@ -28,10 +59,14 @@ void Event::advance() {
   }
 }
 
-void Event::wait(std::uint32_t seen) {
+void Event::wait(std::uint32_t seen, int num_yields) {
   for (int i = 0; i < kSpins; ++i) {
     if (value_.load(std::memory_order_acquire) != seen) return;
     relax();
+  }
+  for (int i = 0; i < num_yields; ++i) {
+    if (value_.load(std::memory_order_acquire) != seen) return;
+    std::this_thread::yield();
   }
   std::unique_lock<std::mutex> lock(mutex_);
   sleepers_.fetch_add(1);
@@ -39,7 +74,10 @@ void Event::wait(std::uint32_t seen) {
   sleepers_.fetch_sub(1);
 }
 
-ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads) {
+ThreadPool::ThreadPool(int num_threads)
+    : num_threads_(num_threads),
+      cpus_(new std::atomic<int>[static_cast<std::size_t>(num_threads)]) {
+  for (int thread = 0; thread < num_threads; ++thread) cpus_[thread] = -1;
   for (int thread = 1; thread < num_threads; ++thread) {
     threads_.emplace_back(&ThreadPool::work, this, thread);
   }
@@ -54,6 +92,7 @@ ThreadPool::~ThreadPool() {
 void ThreadPool::run(Function function, void* context) {
   function_ = function;
   context_ = context;
+  cpus_[0] = current_cpu();
   if (num_threads_ > 1) started_.advance();
   function(context, 0);
   barrier();
@@ -66,18 +105,31 @@ void ThreadPool::barrier() {
     arrived_ = 0;
     passed_.advance();
   } else {
-    passed_.wait(seen);
+    passed_.wait(seen, kYields);
   }
 }
 
 void ThreadPool::work(int thread) {
   std::uint32_t seen = 0;
   for (;;) {
-    started_.wait(seen);
+    started_.wait(seen, 0);
     ++seen;
     if (stopping_) return;
+    spread(thread);
     function_(context_, thread);
     barrier();
+  }
+}
+
+void ThreadPool::spread(int thread) {
+  const int cpu = current_cpu();
+  cpus_[thread] = cpu;
+  for (int other = 0; cpu >= 0 && other < thread; ++other) {
+    if (cpus_[other] == cpu) {
+      leave_cpu(cpu);
+      cpus_[thread] = current_cpu();
+      return;
+    }
   }
 }
 

@@ -4,20 +4,21 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 namespace pdmesh {
 
-// Waits by spinning briefly, because the next phase is usually microseconds away, and then by
-// sleeping, because the core may be needed by another process.
+// Waits by spinning briefly, because the next phase is usually microseconds away, then by giving
+// way, and then by sleeping, because the core may be needed by another process.
 class Event {
  public:
   std::uint32_t value() const { return value_.load(std::memory_order_acquire); }
   void advance();
   // Returns once the value is no longer `seen`.
-  void wait(std::uint32_t seen);
+  void wait(std::uint32_t seen, int num_yields);
 
  private:
   std::atomic<std::uint32_t> value_{0};
@@ -43,12 +44,16 @@ class ThreadPool {
 
  private:
   void work(int thread);
+  // A thread that was woken on the core of its waker stays there while other cores have anything
+  // to do, and the two would take turns: the team takes cores of its own for each run.
+  void spread(int thread);
 
   const int num_threads_;
   Function function_ = nullptr;
   void* context_ = nullptr;
   std::atomic<bool> stopping_{false};
   std::atomic<int> arrived_{0};
+  std::unique_ptr<std::atomic<int>[]> cpus_;  // where each thread was when its run began
   Event started_;
   Event passed_;
   std::vector<std::thread> threads_;

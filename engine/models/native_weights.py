@@ -1,13 +1,13 @@
-"""Weights as the kernels read them: packed once, kept in a file, mapped by all workers."""
+"""Weights as the kernels read them: packed once, and kept in a file that all workers read."""
 
 import fcntl
 import hashlib
 import json
 import logging
-import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,7 +18,7 @@ from engine.config import ModelConfig
 from engine.kernels.formats import WeightFormat
 from engine.kernels.library import LayerStruct, LinearStruct, address, linear_struct
 from engine.kernels.native_llama import PackedModel, pack_model
-from engine.kernels.pack import ALIGNMENT, PACK_VERSION, PackedMatrix
+from engine.kernels.pack import ALIGNMENT, PACK_VERSION, PackedMatrix, large_pages
 from engine.kernels.quantize import MatrixWeights
 from engine.loader import LoadError, check_weights, load_weights
 from engine.model_revision import model_revision
@@ -51,7 +51,7 @@ def has_quantized_source(folder: Path) -> bool:
 def load_packed(
     folder: Path, config: ModelConfig, name: WeightsName, cache_folder: Path | None = None
 ) -> PackedModel:
-    """Map the model's packed weights, after packing them if no process has done so yet."""
+    """Read the model's packed weights, after packing them if no process has done so yet."""
     cache_folder = cache_folder or folder / _FOLDER
     path = cache_folder / f"{name}-{_key(folder, name)}"
     try:
@@ -67,18 +67,22 @@ def load_packed(
         )
         return _pack(folder, config, name)
     # It has all that the kernels' model asks of a PackedModel.
-    return cast(PackedModel, MappedModel(path))
+    return cast(PackedModel, StoredModel(path))
 
 
-class MappedModel:
-    """A model's packed weights in a read-only mapping of their file."""
+class StoredModel:
+    """A model's packed weights, read from their file into large pages.
+
+    A mapping of the file would share its pages between workers, but small ones: a step, which
+    reads all weights once, then takes twice as long (docs/benchmarks.md).
+    """
 
     def __init__(self, path: Path) -> None:
         header, data_start = _read_header(path)
-        with path.open("rb") as file:
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
-        data = np.frombuffer(memory, dtype=np.uint8)[data_start:]
+        data = large_pages(header["num_bytes"])
+        with path.open("rb", buffering=0) as file:
+            file.seek(data_start)
+            _read_into(file, data, path)
         self.arena: dict[str, Array] = {
             key: data[begin:end].view(dtype)
             for key, (dtype, begin, end) in header["arrays"].items()
@@ -241,6 +245,15 @@ def _remove_others(path: Path, name: WeightsName) -> None:
     for other in path.parent.glob(f"{name}-*"):
         if other != path:
             other.unlink()
+
+
+def _read_into(file: FileIO, data: Array, path: Path) -> None:
+    view = memoryview(data)
+    while view:
+        num_read = file.readinto(view)
+        if not num_read:
+            raise StalePackedWeights(f"{path}: cut off while it was read")
+        view = view[num_read:]
 
 
 @contextmanager
