@@ -5,16 +5,17 @@
 #include <sched.h>
 #endif
 
+#include <chrono>
+
 namespace pdmesh {
 
 namespace {
 
-// About 20 microseconds: as long as most phases' skew.
-constexpr int kSpins = 400;
-// About a millisecond, in which the core goes to whoever else wants it. Waking a thread that
-// sleeps takes longer than most phases, so that a step sleeps only when a team member is not
-// running at all.
-constexpr int kYields = 1000;
+// Longer than the skew of most phases: waking a thread that sleeps takes as long as several phases.
+// Giving way instead of spinning would cost a time slice wherever another process wants the core.
+constexpr std::chrono::microseconds kSpinTime{100};
+// Between two looks at the clock.
+constexpr int kSpins = 64;
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -59,15 +60,14 @@ void Event::advance() {
   }
 }
 
-void Event::wait(std::uint32_t seen, int num_yields) {
-  for (int i = 0; i < kSpins; ++i) {
-    if (value_.load(std::memory_order_acquire) != seen) return;
-    relax();
-  }
-  for (int i = 0; i < num_yields; ++i) {
-    if (value_.load(std::memory_order_acquire) != seen) return;
-    std::this_thread::yield();
-  }
+void Event::wait(std::uint32_t seen) {
+  const auto end = std::chrono::steady_clock::now() + kSpinTime;
+  do {
+    for (int i = 0; i < kSpins; ++i) {
+      if (value_.load(std::memory_order_acquire) != seen) return;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < end);
   std::unique_lock<std::mutex> lock(mutex_);
   sleepers_.fetch_add(1);
   changed_.wait(lock, [&] { return value_.load() != seen; });
@@ -105,14 +105,14 @@ void ThreadPool::barrier() {
     arrived_ = 0;
     passed_.advance();
   } else {
-    passed_.wait(seen, kYields);
+    passed_.wait(seen);
   }
 }
 
 void ThreadPool::work(int thread) {
   std::uint32_t seen = 0;
   for (;;) {
-    started_.wait(seen, 0);
+    started_.wait(seen);
     ++seen;
     if (stopping_) return;
     spread(thread);

@@ -11,14 +11,14 @@
 
 namespace pdmesh {
 
-// Waits by spinning briefly, because the next phase is usually microseconds away, then by giving
-// way, and then by sleeping, because the core may be needed by another process.
+// Waits by spinning briefly, because the next phase is usually microseconds away, and then by
+// sleeping, because the core may be needed by another process.
 class Event {
  public:
   std::uint32_t value() const { return value_.load(std::memory_order_acquire); }
   void advance();
   // Returns once the value is no longer `seen`.
-  void wait(std::uint32_t seen, int num_yields);
+  void wait(std::uint32_t seen);
 
  private:
   std::atomic<std::uint32_t> value_{0};
