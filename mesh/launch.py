@@ -132,9 +132,9 @@ def _topology(
         "model_path": str(options.model_path),
         "kv_transfer_address": addresses["kv_transfer-0"],
         "segment_prefix": home.segment_prefix,
-        # Threads of one worker that wait for each other while another worker's
-        # run in their place cost more than they bring.
-        "num_threads": max(1, num_cores // (options.num_prefill + options.num_decode)),
+        # Each pool may use all cores: mostly one of them waits for work, and where both have it
+        # the prefill workers' lower priority decides.
+        "num_threads": max(1, num_cores // max(options.num_prefill, options.num_decode, 1)),
     }
     sections: dict[str, dict[str, Any]] = {
         "gateway": {

@@ -248,7 +248,7 @@ def _remove_others(path: Path, name: WeightsName) -> None:
 
 
 def _read_into(file: FileIO, data: Array, path: Path) -> None:
-    view = memoryview(data)
+    view = data.data
     while view:
         num_read = file.readinto(view)
         if not num_read:
