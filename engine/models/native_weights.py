@@ -83,6 +83,7 @@ class StoredModel:
         with path.open("rb", buffering=0) as file:
             file.seek(data_start)
             _read_into(file, data, path)
+        data.flags.writeable = False
         self.arena: dict[str, Array] = {
             key: data[begin:end].view(dtype)
             for key, (dtype, begin, end) in header["arrays"].items()
@@ -241,7 +242,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _remove_others(path: Path, name: WeightsName) -> None:
-    """Remove what older weights or layouts left; who has it mapped keeps it."""
+    """Remove what older weights or layouts left."""
     for other in path.parent.glob(f"{name}-*"):
         if other != path:
             other.unlink()

@@ -81,15 +81,15 @@ def test_without_the_library_torch_serves(folder: Path, monkeypatch: pytest.Monk
 
 
 @needs_kernels
-def test_weights_are_packed_once_and_mapped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_packed_once_and_then_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = ModelConfig.from_folder(folder)
     first = load_packed(folder, config, "int8")
     monkeypatch.setattr(native_weights, "_pack", _refuse)
 
     second = load_packed(folder, config, "int8")
 
-    [path] = (folder / ".packed").glob("int8-*")
-    assert str(path) in Path("/proc/self/maps").read_text()
     for name in ("embedding.data", "0.qkv.scales", "1.post_attention_norm"):
         assert np.array_equal(first.arena[name], second.arena[name])
         with pytest.raises(ValueError, match="read-only"):
@@ -125,7 +125,7 @@ def test_other_weights_replace_the_packed_ones(folder: Path) -> None:
 
     assert len(list((folder / ".packed").glob("int4-*"))) == 1
     assert not np.array_equal(after.arena["0.down.data"], kept)
-    # Who has the old ones mapped keeps them.
+    # Who has read the old ones keeps them.
     assert np.array_equal(before.arena["0.down.data"], kept)
 
 
