@@ -204,6 +204,12 @@ class BlockIndex:
         )
         return [_event(event_id, fields) for event_id, fields in events]
 
+    async def wait_for_event(self, model: str, event_id: str, wait_s: float) -> None:
+        """Until an event follows one, at most for `wait_s`, which the client's timeout exceeds."""
+        await self._redis.xread(
+            {IndexKeys(model).events: event_id}, count=1, block=max(1, int(1000 * wait_s))
+        )
+
     async def blocks_of(self, model: str, shelf: str, cursor: int) -> tuple[int, list[bytes]]:
         """A page of what one shelf holds and the cursor of the next one, 0 after the last.
 

@@ -22,6 +22,15 @@ def layout_fingerprint(fields: Mapping[str, str | int]) -> str:
     return hashlib.sha256(encoded).hexdigest()[: 2 * KEY_BYTES]
 
 
+def layout_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """In which fields two layouts differ, for people; empty if in none that is known."""
+    return ", ".join(
+        f"{name} is {ours.get(name, 'not said')} here and {theirs.get(name, 'not said')} there"
+        for name in sorted({*ours, *theirs})
+        if ours.get(name) != theirs.get(name)
+    )
+
+
 class BlockKeys:
     """Keys of full blocks for one layout, the same in every process and machine.
 

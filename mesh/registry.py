@@ -4,8 +4,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 import orjson
@@ -18,6 +18,7 @@ __all__ = [
     "BlockIndex",
     "Heartbeat",
     "RegisteredWorker",
+    "WorkerChanges",
     "WorkerLoad",
     "WorkerRecord",
     "WorkerRegistry",
@@ -30,8 +31,10 @@ logger = logging.getLogger(__name__)
 # The hash tag puts the records and their index into one slot of a Redis Cluster.
 _PREFIX = "mesh:{worker}:"
 _INDEX = "mesh:{worker}s"
+# A stream with an entry for each worker that joined or left, the latest few.
+_CHANGES = "mesh:{worker}-changes"
 
-# KEYS: record, index. ARGV: worker id, incarnation, JSON, TTL in ms.
+# KEYS: record, index, changes. ARGV: worker id, incarnation, JSON, TTL in ms.
 # Incarnations made by new_incarnation() sort by age: a process that was replaced and
 # does not know it must not overwrite its successor.
 _PUT = """
@@ -43,16 +46,22 @@ end
 redis.call('HSET', KEYS[1], 'incarnation', ARGV[2], 'value', ARGV[3])
 redis.call('PEXPIRE', KEYS[1], ARGV[4])
 redis.call('SADD', KEYS[2], ARGV[1])
+if held ~= ARGV[2] then
+  redis.call('XADD', KEYS[3], 'MAXLEN', '~', 64, '*', 'joined', ARGV[1])
+  redis.call('PEXPIRE', KEYS[3], 3600000)
+end
 return 1
 """
 
-# KEYS: record, index. ARGV: worker id, incarnation.
+# KEYS: record, index, changes. ARGV: worker id, incarnation.
 _REMOVE = """
 if redis.call('HGET', KEYS[1], 'incarnation') ~= ARGV[2] then
   return 0
 end
 redis.call('DEL', KEYS[1])
 redis.call('SREM', KEYS[2], ARGV[1])
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', 64, '*', 'left', ARGV[1])
+redis.call('PEXPIRE', KEYS[3], 3600000)
 return 1
 """
 
@@ -93,6 +102,8 @@ class WorkerRecord:
     num_blocks: int
     max_model_len: int
     max_num_batched_tokens: int
+    # What the fingerprint stands for, for messages.
+    layout: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def holder(self) -> str:
@@ -138,14 +149,15 @@ class WorkerRegistry:
         """Register for `ttl_s`; False when a newer process has the same worker id."""
         value = orjson.dumps({"record": asdict(record), "load": asdict(load)})
         stored = await self._put(
-            keys=[_PREFIX + record.worker_id, _INDEX],
+            keys=[_PREFIX + record.worker_id, _INDEX, _CHANGES],
             args=[record.worker_id, record.incarnation, value, int(ttl_s * 1000)],
         )
         return bool(stored)
 
     async def remove(self, worker_id: str, incarnation: str) -> None:
         """End a registration at once; another incarnation's stays."""
-        await self._remove(keys=[_PREFIX + worker_id, _INDEX], args=[worker_id, incarnation])
+        keys = [_PREFIX + worker_id, _INDEX, _CHANGES]
+        await self._remove(keys=keys, args=[worker_id, incarnation])
 
     async def list(self) -> list[RegisteredWorker]:
         """All live workers in one round trip."""
@@ -155,6 +167,22 @@ class WorkerRegistry:
             (worker for worker in workers if worker is not None),
             key=lambda worker: worker.record.worker_id,
         )
+
+
+class WorkerChanges:
+    """Tells when workers join and leave. One whose record expires is not told of."""
+
+    def __init__(self, redis: MeshRedis) -> None:
+        self._redis = redis
+        self._last_id: Any = "0-0"
+
+    async def wait(self, wait_s: float) -> None:
+        """Until something has changed since the last call, at most for `wait_s`, which the
+        client's timeout exceeds."""
+        block = max(1, int(1000 * wait_s))
+        if await self._redis.xread({_CHANGES: self._last_id}, count=1, block=block):
+            latest: Any = await self._redis.xrevrange(_CHANGES, count=1)
+            self._last_id = latest[0][0] if latest else "0-0"
 
 
 def _parse(value: bytes) -> RegisteredWorker | None:

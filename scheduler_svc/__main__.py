@@ -1,6 +1,6 @@
 """`python -m scheduler_svc`: the scheduler as a process."""
 
-import asyncio
+import uvloop
 
 from mesh import metrics, telemetry
 from mesh.config import load
@@ -17,7 +17,7 @@ def main() -> None:
         worker_id=config.worker_id,
     )
     metrics.listen(config.metrics_listen, vllm_names=config.vllm_metrics)
-    asyncio.run(run(config))
+    uvloop.run(run(config))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,13 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 
 from mesh import metrics
-from mesh.registry import BlockIndex, WorkerRegistry, connect_redis, new_incarnation
+from mesh.registry import (
+    BlockIndex,
+    WorkerChanges,
+    WorkerRegistry,
+    connect_redis,
+    new_incarnation,
+)
 from mesh.server import MeshServer, serve
 from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.block_replica import BlockReplica
@@ -19,6 +25,11 @@ from scheduler_svc.replicas import Replicas
 from scheduler_svc.scheduler import Scheduler
 from scheduler_svc.service import SchedulerServicer
 from scheduler_svc.workers import Role
+
+# While nothing happens, Redis is asked so rarely. Its answers wait until there is news, which is
+# why the timeout of the client that follows is longer.
+_IDLE_S = 2.0
+_FOLLOW_TIMEOUT_S = 3.0
 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
@@ -44,16 +55,20 @@ async def run(config: SchedulerConfig) -> None:
 async def running_scheduler(config: SchedulerConfig) -> AsyncIterator[Scheduler]:
     """A scheduler whose view of workers and blocks is kept up to date for the block."""
     redis = connect_redis(config.redis_url)
+    following = connect_redis(config.redis_url, timeout_s=_FOLLOW_TIMEOUT_S)
     try:
         cluster = Cluster(
             WorkerRegistry(redis),
             interval_s=config.refresh_interval_s,
             max_outage_s=config.max_outage_s,
         )
+        cluster.watch(WorkerChanges(following).wait, _IDLE_S)
         index = BlockIndex(redis)
         # A group, so that a fault in the refreshing ends the process instead of leaving it blind.
         async with asyncio.TaskGroup() as tasks:
-            replicas = Replicas(partial(BlockReplica, index), tasks)
+            replicas = Replicas(
+                partial(BlockReplica, BlockIndex(following), max_wait_s=_IDLE_S), tasks
+            )
             lookup = LocalLookup(
                 replicas,
                 IndexLookup(index, timeout_s=config.lookup_timeout_s),
@@ -74,6 +89,7 @@ async def running_scheduler(config: SchedulerConfig) -> AsyncIterator[Scheduler]
             replicas.stop()
     finally:
         await redis.aclose()
+        await following.aclose()
 
 
 def _follow_all(replicas: Replicas, cluster: Cluster) -> None:

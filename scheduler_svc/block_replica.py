@@ -23,6 +23,8 @@ class IndexFeed(Protocol):
 
     async def events_after(self, model: str, event_id: str, limit: int) -> list[BlockEvent]: ...
 
+    async def wait_for_event(self, model: str, event_id: str, wait_s: float) -> None: ...
+
     async def blocks_of(self, model: str, shelf: str, cursor: int) -> tuple[int, list[bytes]]: ...
 
 
@@ -43,6 +45,8 @@ class BlockReplica:
         table: BlockTable | None = None,
         interval_s: float = 0.05,
         audit_s: float = 1.0,
+        idle_audit_s: float = 4.0,
+        max_wait_s: float = 1.0,
         forget_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -51,6 +55,8 @@ class BlockReplica:
         self._table = table or BlockTable()
         self._interval_s = interval_s
         self._audit_s = audit_s
+        self._idle_audit_s = idle_audit_s
+        self._max_wait_s = max_wait_s
         self._forget_s = forget_s
         self._clock = clock
         self._run_id: str | None = None
@@ -77,30 +83,46 @@ class BlockReplica:
         while True:
             try:
                 has_more = await self.catch_up()
+                if not has_more:
+                    # Events that follow each other closely are read together.
+                    await asyncio.sleep(self._interval_s)
+                    await self._wait()
             except (RedisError, OSError) as error:
                 if not is_out:
                     logger.warning("block index does not answer", extra={"error": repr(error)})
-                is_out, has_more = True, False
+                is_out = True
+                await asyncio.sleep(self._interval_s)
             else:
                 if is_out:
                     logger.info("block index is followed again", extra={"model": self._model})
                 is_out = False
-            await asyncio.sleep(0 if has_more else self._interval_s)
 
     async def catch_up(self) -> bool:
         """One round; True when there is more to do at once."""
+        num_events = 0
         if self._clock() >= self._audit_at:
-            await self._audit()
-            self._audit_at = self._clock() + self._audit_s
-        num_events = await self._follow()
+            # Events that were lost are followed by others, which tell.
+            is_idle = await self._audit()
+            self._audit_at = self._clock() + (self._idle_audit_s if is_idle else self._audit_s)
+        else:
+            num_events = await self._follow()
         while self._stale:
             await self._load(next(iter(self._stale)))
         self.is_ready = True
         has_orphans = self._table.sweep()
         return num_events == BATCH or has_orphans
 
-    async def _audit(self) -> None:
-        """Find what events cannot tell: lost events, lost data, and shelves that have ended."""
+    async def _wait(self) -> None:
+        """Until there is something to do."""
+        wait_s = min(self._audit_at - self._clock(), self._max_wait_s)
+        if wait_s > 0:
+            await self._feed.wait_for_event(self._model, self._last_event_id, wait_s)
+
+    async def _audit(self) -> bool:
+        """Find what events cannot tell: lost events, lost data, and shelves that have ended.
+
+        True if nothing at all has happened.
+        """
         state = await self._feed.state(self._model)
         if state.run_id != self._run_id:
             self._run_id = state.run_id
@@ -108,12 +130,15 @@ class BlockReplica:
             self._seqs = dict.fromkeys(self._seqs, -1)
             self._loaded_at.clear()
         # What the numbers cover is in the stream, unless it was cut off.
-        while await self._follow() == BATCH:
-            pass
+        is_idle = state.last_event_id == self._last_event_id
+        if not is_idle:
+            while await self._follow() == BATCH:
+                pass
         for shelf, seq in state.seqs.items():
             if self._seqs.get(shelf, 0) < seq:
                 self._stale.add(shelf)
         self._forget_the_missing(state.seqs)
+        return is_idle and not self._stale and not self._missing_since
 
     def _forget_the_missing(self, seqs: Mapping[str, int]) -> None:
         now = self._clock()

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
 
 from redis.exceptions import RedisError
 
+from mesh.block_keys import layout_difference
 from mesh.registry import RegisteredWorker
 from scheduler_svc.peers import Charges
 from scheduler_svc.prefix_lookup import BlockLayout
@@ -23,6 +24,9 @@ class WorkerSource(Protocol):
 
     async def list(self) -> list[RegisteredWorker]: ...
 
+
+# Returns when workers have joined or left, or after so many seconds.
+WaitForChange = Callable[[float], Awaitable[None]]
 
 # Tells our charges and returns those of the other schedulers.
 Exchange = Callable[[Charges], Awaitable[Charges]]
@@ -48,7 +52,6 @@ class Cluster:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._source = source
-        self._interval_s = interval_s
         self._timeout_s = timeout_s
         self._max_outage_s = max_outage_s
         self._recovery_s = recovery_s
@@ -63,6 +66,7 @@ class Cluster:
         self._models_seen: set[str] = set()
         self._listeners: list[Callable[[], None]] = []
         self._exchange: Exchange | None = None
+        self._watch = _Watch(interval_s)
         self._own_charges: Callable[[], Charges] = dict
         self._others: Charges = {}
 
@@ -96,11 +100,24 @@ class Cluster:
         """Call `listener` whenever workers or their loads may have changed."""
         self._listeners.append(listener)
 
+    def watch(self, wait_for_change: WaitForChange, idle_interval_s: float) -> None:
+        """While nothing is charged to any worker, refresh when workers join or leave, and at
+        least every `idle_interval_s`."""
+        self._watch = _Watch(self._watch.interval_s, wait_for_change, idle_interval_s)
+
+    def hurry(self) -> None:
+        """There is work to place: refresh soon."""
+        self._watch.hurry()
+
     async def run(self) -> None:
         """Refresh until cancelled."""
-        while True:
-            await self.refresh()
-            await asyncio.sleep(self._interval_s)
+        try:
+            while True:
+                await self.refresh()
+                is_idle = not (self._is_out or self._others or self._own_charges())
+                await self._watch.pause(is_idle=is_idle)
+        finally:
+            self._watch.close()
 
     async def refresh(self) -> None:
         """Ask the registry once. Its failure is survived here and told to nobody else."""
@@ -152,6 +169,7 @@ class Cluster:
                 "workers changed",
                 extra={"joined": sorted(after - before), "left": sorted(before - after)},
             )
+            _warn_of_strangers(current)
         self._models_seen.update(worker.record.model for worker in current.values())
         self._workers = current
         self._views = [_view(worker) for worker in current.values()]
@@ -162,8 +180,72 @@ class Cluster:
         self._layouts = {model: frozenset(found) for model, found in layouts.items()}
 
 
+class _Watch:
+    """How long a view of the workers is good for."""
+
+    def __init__(
+        self,
+        interval_s: float,
+        wait_for_change: WaitForChange = asyncio.sleep,
+        idle_interval_s: float | None = None,
+    ) -> None:
+        self.interval_s = interval_s
+        self._wait_for_change = wait_for_change
+        self._idle_interval_s = idle_interval_s or interval_s
+        self._hurried = asyncio.Event()
+        # Outlives a pause that was cut short, so that no two are under way.
+        self._waiting: asyncio.Future[None] | None = None
+
+    def hurry(self) -> None:
+        self._hurried.set()
+
+    async def pause(self, *, is_idle: bool) -> None:
+        if not is_idle:
+            await asyncio.sleep(self.interval_s)
+            self._hurried.clear()
+            return
+        if self._waiting is None:
+            self._waiting = asyncio.ensure_future(self._wait_for_change(self._idle_interval_s))
+        hurried = asyncio.create_task(self._hurried.wait())
+        news: list[asyncio.Future[Any]] = [self._waiting, hurried]
+        await asyncio.wait(news, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        self._hurried.clear()
+        if self._waiting.done():
+            error, self._waiting = self._waiting.exception(), None
+            if error is not None:
+                # The refresh that follows tells of an outage.
+                logger.debug("no news of workers", extra={"error": repr(error)})
+                await asyncio.sleep(self.interval_s)
+
+    def close(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+
 def _holders(workers: dict[str, RegisteredWorker]) -> set[str]:
     return {worker.record.holder for worker in workers.values()}
+
+
+def _warn_of_strangers(workers: Mapping[str, RegisteredWorker]) -> None:
+    """Say so when workers of one model cannot exchange blocks, and why."""
+    decoders = [one.record for one in workers.values() if one.record.role == "decode"]
+    for worker in workers.values():
+        prefill = worker.record
+        if prefill.role != "prefill":
+            continue
+        partners = [decode for decode in decoders if decode.model == prefill.model]
+        if partners and all(
+            decode.layout_fingerprint != prefill.layout_fingerprint for decode in partners
+        ):
+            logger.warning(
+                "no decode worker can use a prefill worker's blocks",
+                extra={
+                    "worker_id": prefill.worker_id,
+                    "decode_worker_id": partners[0].worker_id,
+                    "difference": layout_difference(prefill.layout, partners[0].layout),
+                },
+            )
 
 
 def _view(worker: RegisteredWorker) -> WorkerView:

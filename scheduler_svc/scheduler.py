@@ -130,6 +130,7 @@ class Scheduler:
     async def hold(self, request: AdmitRequest, timeout_s: float) -> AsyncIterator[HeldPlacement]:
         """Wait for a place and keep it for the block."""
         facts = request.facts
+        self._cluster.hurry()
         query = self._query(request)
         waiting = _Waiting(
             facts=facts,

@@ -1,5 +1,6 @@
 """Workers that exist on paper, and a registry that says what a test wants."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -12,7 +13,7 @@ def registered(
     *,
     incarnation: str = "1",
     load: WorkerLoad | None = None,
-    **changes: str | int,
+    **changes: str | int | Mapping[str, str],
 ) -> RegisteredWorker:
     record = WorkerRecord(
         worker_id=worker_id,

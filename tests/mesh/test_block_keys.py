@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.block_keys import KEY_BYTES, BlockKeys, layout_fingerprint
+from mesh.block_keys import KEY_BYTES, BlockKeys, layout_difference, layout_fingerprint
 
 FIELDS: dict[str, str | int] = {"model": "smollm2", "layers": 30, "block_size": 16}
 TOKEN_IDS = list(range(40))
@@ -177,3 +177,15 @@ def test_what_is_no_token_id_is_refused(token_id: int) -> None:
 def test_a_parent_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="15 bytes"):
         keys().extend(b"\0" * 15, [1])
+
+
+def test_difference_of_layouts_names_the_fields_that_differ() -> None:
+    ours = {"dtype": "float32", "block_size": "16", "layers": "30"}
+    theirs = {"dtype": "bfloat16", "block_size": "16", "kernels": "amx"}
+
+    assert layout_difference(ours, theirs) == (
+        "dtype is float32 here and bfloat16 there, "
+        "kernels is not said here and amx there, "
+        "layers is 30 here and not said there"
+    )
+    assert layout_difference(ours, ours) == ""

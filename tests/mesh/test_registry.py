@@ -12,6 +12,7 @@ from mesh.redis_client import MeshRedis, connect_redis
 from mesh.registry import (
     Heartbeat,
     RegisteredWorker,
+    WorkerChanges,
     WorkerLoad,
     WorkerRecord,
     WorkerRegistry,
@@ -91,7 +92,9 @@ async def test_worker_that_stops_beating_leaves_the_list_and_its_index(
     await asyncio.sleep(0.05)
 
     assert await registry.list() == []
-    assert await client.keys("mesh:*") == []
+    # What is left is bounded, and expires too.
+    assert await client.keys("mesh:*") == [b"mesh:{worker}-changes"]
+    assert await client.ttl("mesh:{worker}-changes") > 0
 
 
 # KV-23
@@ -226,3 +229,24 @@ async def test_listing_without_redis_is_a_redis_error(redis_proxy: RedisProxy) -
         await WorkerRegistry(proxied).list()
 
     await proxied.aclose()
+
+
+async def test_joining_and_leaving_are_told_at_once_and_heartbeats_are_not(
+    client: MeshRedis, redis_url: str
+) -> None:
+    registry, following = WorkerRegistry(client), connect_redis(redis_url, timeout_s=20)
+    changes, record = WorkerChanges(following), make_record()
+
+    async def is_told(happening: Awaitable[object], within_s: float) -> bool:
+        waiting = asyncio.create_task(changes.wait(within_s))
+        started = time.monotonic()
+        await happening
+        await waiting
+        return time.monotonic() - started < within_s
+
+    assert await is_told(registry.put(record, WorkerLoad(), ttl_s=5), 10)
+    assert not await is_told(registry.put(record, WorkerLoad(num_running=1), ttl_s=5), 0.2)
+    assert await is_told(registry.put(make_record(incarnation="two"), WorkerLoad(), ttl_s=5), 10)
+    assert not await is_told(registry.remove("decode-0", "one"), 0.2)
+    assert await is_told(registry.remove("decode-0", "two"), 10)
+    await following.aclose()

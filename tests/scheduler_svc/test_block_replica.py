@@ -46,6 +46,9 @@ class LeakyFeed:
         lost, self.to_lose = self.to_lose, 0
         return events[lost:]
 
+    async def wait_for_event(self, model: str, event_id: str, wait_s: float) -> None:
+        await self._index.wait_for_event(model, event_id, wait_s)
+
     async def blocks_of(self, model: str, shelf: str, cursor: int) -> tuple[int, list[bytes]]:
         self.num_pages += 1
         return await self._index.blocks_of(model, shelf, cursor)
@@ -118,7 +121,7 @@ async def test_lost_event_is_found_although_no_other_follows(client: MeshRedis) 
     await replica.catch_up()
     assert replica.longest_prefix(keys(1)) == {}
 
-    clock.advance(2)
+    clock.advance(4)
     await replica.catch_up()
 
     assert replica.longest_prefix(keys(1)) == {"w@a": PrefixHit(1)}

@@ -1,12 +1,15 @@
 """The view of the workers: what joins, what leaves, and what an outage does to it."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from mesh.registry import RegisteredWorker, WorkerLoad
 from scheduler_svc.cluster import Cluster
+from scheduler_svc.peers import Charges
 from scheduler_svc.workers import ActiveLoad, Role
 from tests.paper_workers import PaperRegistry, registered
 
@@ -203,3 +206,115 @@ async def test_running_refreshes_until_cancelled() -> None:
     running.cancel()
     await asyncio.wait([running])
     assert running.cancelled()
+
+
+class Doorbell:
+    """Waits for a ring instead of the given time."""
+
+    def __init__(self) -> None:
+        self.waits: asyncio.Queue[float] = asyncio.Queue()
+        self.rings: asyncio.Queue[Exception | None] = asyncio.Queue()
+
+    async def wait(self, wait_s: float) -> None:
+        self.waits.put_nowait(wait_s)
+        error = await self.rings.get()
+        if error is not None:
+            raise error
+
+
+class CountedRegistry(PaperRegistry):
+    """Puts a number into `refreshes` for each time that it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refreshes: asyncio.Queue[int] = asyncio.Queue()
+        self.num_refreshes = 0
+
+    async def list(self) -> list[RegisteredWorker]:
+        self.num_refreshes += 1
+        self.refreshes.put_nowait(self.num_refreshes)
+        return await super().list()
+
+
+@asynccontextmanager
+async def running(cluster: Cluster) -> AsyncIterator[None]:
+    task = asyncio.create_task(cluster.run())
+    try:
+        async with asyncio.timeout(5):
+            yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_idle_cluster_waits_for_news_instead_of_asking() -> None:
+    registry, doorbell = CountedRegistry(), Doorbell()
+    cluster = Cluster(registry, interval_s=0.001)
+    cluster.watch(doorbell.wait, idle_interval_s=7)
+    async with running(cluster):
+        assert await registry.refreshes.get() == 1
+        assert await doorbell.waits.get() == 7
+
+        doorbell.rings.put_nowait(None)
+        assert await registry.refreshes.get() == 2
+        await doorbell.waits.get()
+
+    assert registry.num_refreshes == 2
+
+
+async def test_request_makes_an_idle_cluster_look_again_without_a_second_wait() -> None:
+    registry, doorbell = CountedRegistry(), Doorbell()
+    cluster = Cluster(registry, interval_s=0.001)
+    cluster.watch(doorbell.wait, idle_interval_s=7)
+    async with running(cluster):
+        await registry.refreshes.get()
+        await doorbell.waits.get()
+
+        cluster.hurry()
+        assert await registry.refreshes.get() == 2
+        cluster.hurry()
+        assert await registry.refreshes.get() == 3
+
+    assert doorbell.waits.empty()
+
+
+async def test_cluster_with_work_asks_at_its_interval() -> None:
+    registry, doorbell = CountedRegistry(), Doorbell()
+    cluster = Cluster(registry, interval_s=0.001)
+    cluster.watch(doorbell.wait, idle_interval_s=7)
+
+    async def exchange(own: Charges) -> Charges:
+        return {}
+
+    cluster.share_charges(lambda: {"d0@1": ActiveLoad(1)}, exchange)
+    async with running(cluster):
+        for number in range(1, 4):
+            assert await registry.refreshes.get() == number
+
+    assert doorbell.waits.empty()
+
+
+async def test_news_that_fail_to_come_do_not_stop_the_refreshing() -> None:
+    registry, doorbell = CountedRegistry(), Doorbell()
+    cluster = Cluster(registry, interval_s=0.001)
+    cluster.watch(doorbell.wait, idle_interval_s=7)
+    async with running(cluster):
+        await registry.refreshes.get()
+
+        doorbell.rings.put_nowait(DOWN)
+        assert await registry.refreshes.get() == 2
+
+
+async def test_workers_that_cannot_exchange_blocks_are_told_with_what_differs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # KV-25
+    ours = registered("p0", "prefill", layout_fingerprint="a", layout={"block_size": "16"})
+    theirs = registered("d0", layout_fingerprint="b", layout={"block_size": "32"})
+    cluster = Cluster(PaperRegistry(ours, theirs))
+
+    await cluster.refresh()
+    await cluster.refresh()
+
+    [told] = [one for one in caplog.records if "can use a prefill worker" in one.message]
+    assert told.__dict__["difference"] == "block_size is 16 here and 32 there"
