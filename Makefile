@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST_ARGS ?=
 
-.PHONY: setup setup-dev trace-ui nginx browser promtool run test check protos docs bench clean
+.PHONY: setup setup-dev trace-ui nginx browser promtool mooncake run test check protos docs bench clean
 
 setup: $(VENV)/.run  ## make .venv with what `pdmesh` needs
 
@@ -37,7 +37,10 @@ browser:  ## headless Chromium, which tests of the dashboard need
 promtool:  ## checks the alert rules
 	-tools/install_promtool.sh
 
-test: setup-dev nginx browser promtool  ## the whole suite
+mooncake: setup-dev  ## Mooncake's Transfer Engine, which a test needs
+	-tools/install_libibverbs.sh && $(PIP) --editable '.[mooncake]'
+
+test: setup-dev nginx browser promtool mooncake  ## the whole suite
 	$(BIN)/python -m pytest --reruns 2 $(PYTEST_ARGS)
 
 check: setup-dev promtool  ## lint, types, import contracts, protos

@@ -1,9 +1,11 @@
 """`python -m kv_transfer_svc`: the transfer agent as a process."""
 
 import asyncio
+import sys
 
 from kv_transfer_svc.app import run
 from kv_transfer_svc.config import KvTransferConfig
+from kv_transfer_svc.transports.mooncake import MooncakeMissing
 from mesh import metrics, telemetry
 from mesh.config import load
 
@@ -17,7 +19,11 @@ def main() -> None:
         worker_id=config.worker_id,
     )
     metrics.listen(config.metrics_listen, vllm_names=config.vllm_metrics)
-    asyncio.run(run(config))
+    try:
+        asyncio.run(run(config))
+    except MooncakeMissing as error:
+        print(f"remote_transport: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":

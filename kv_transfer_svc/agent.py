@@ -1,7 +1,7 @@
 """Pulls: blocks from one engine to another, checked, timed and counted."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -13,12 +13,16 @@ from kv_transfer_svc.peers import Peers
 from kv_transfer_svc.runs import BlockRun, to_runs
 from kv_transfer_svc.segments import Segment, SegmentTable
 from kv_transfer_svc.tiers.cold_tiers import ColdTiers, Loaded
-from kv_transfer_svc.transports.base import Transport
+from kv_transfer_svc.transports.base import RemoteSource, RemoteTransport, Transport
 from kv_transfer_svc.transports.block_server import BlockServer
+from kv_transfer_svc.transports.mooncake import MooncakeTransport
 from kv_transfer_svc.transports.tcp import TcpTransport
 from mesh import metrics
+from mesh.block_keys import layout_difference
 from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch
 from mesh.telemetry import Stopwatch
+
+TransportName = Literal["shared_memory", "tcp", "mooncake"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Moved:
     num_bytes: int
     num_runs: int
     copy_s: float
-    transport: Literal["shared_memory", "tcp"] = "shared_memory"
+    transport: TransportName = "shared_memory"
 
     @property
     def gb_per_s(self) -> float:
@@ -75,8 +79,15 @@ class Network:
     """The way to blocks of other machines, and theirs to ours."""
 
     peers: Peers
-    transport: TcpTransport
+    tcp: TcpTransport
     block_server: BlockServer
+    # Used where the other side has it too.
+    mooncake: MooncakeTransport | None = None
+
+    def transport(self, source: RemoteSource) -> tuple[RemoteTransport, TransportName]:
+        if self.mooncake is not None and source.mooncake is not None:
+            return self.mooncake, "mooncake"
+        return self.tcp, "tcp"
 
 
 class TransferAgent:
@@ -174,16 +185,17 @@ class TransferAgent:
             return Moved(num_bytes, len(runs), copy_s)
 
     async def _pull_from_afar(self, pull: Pull, network: Network) -> Moved:
-        """The source's agent does the checks of the source."""
+        """The source's agent does the checks of the source, or the transport for it."""
         source = await network.peers.locate(pull.source_address, pull.source_engine_id)
         with self.segments.in_use(pull.destination_engine_id) as (destination,):
             check_layouts(source, destination.spec)
             runs = _runs(pull, source, destination)
             destination.check_size()
+            transport, name = network.transport(source)
             stopwatch = Stopwatch()
-            num_bytes = await network.transport.read(source, destination, runs, _generations(pull))
+            num_bytes = await transport.read(source, destination, runs, _generations(pull))
             _check_complete(num_bytes, pull, destination)
-            return Moved(num_bytes, len(runs), stopwatch.elapsed_s, "tcp")
+            return Moved(num_bytes, len(runs), stopwatch.elapsed_s, name)
 
     def _count(self, moved: Moved) -> None:
         self.stats.num_pulls += 1
@@ -205,14 +217,22 @@ class BlockLayout(Protocol):
     def num_blocks(self) -> int: ...
     @property
     def layout_fingerprint(self) -> str: ...
+    @property
+    def layout(self) -> Mapping[str, str]: ...
 
 
 def check_layouts(source: BlockLayout, destination: BlockLayout) -> None:
     """Raise LayoutMismatch if a block of one engine means something else to the other."""
     if source.layout_fingerprint != destination.layout_fingerprint:
+        difference = layout_difference(destination.layout, source.layout)
         raise LayoutMismatch(
-            f"engine {source.engine_id!r} has layout {source.layout_fingerprint}, engine "
-            f"{destination.engine_id!r} has layout {destination.layout_fingerprint}"
+            f"engine {destination.engine_id!r} here cannot use blocks of engine "
+            f"{source.engine_id!r} there: "
+            + (
+                difference
+                or f"their layouts are {destination.layout_fingerprint} and "
+                f"{source.layout_fingerprint}"
+            )
         )
     if source.block_bytes != destination.block_bytes:
         raise LayoutMismatch(

@@ -12,6 +12,7 @@ from kv_transfer_svc.tiers.disk_store import DiskStore
 from kv_transfer_svc.tiers.host_pool import HostPool
 from kv_transfer_svc.tiers.publishing import TierPublishers
 from kv_transfer_svc.transports.block_server import BlockServer
+from kv_transfer_svc.transports.mooncake import MooncakeTransport, open_transport
 from kv_transfer_svc.transports.shared_memory import SharedMemoryTransport
 from kv_transfer_svc.transports.tcp import TcpTransport
 from mesh import metrics
@@ -46,7 +47,7 @@ async def run(config: KvTransferConfig) -> None:
         stack.enter_context(closing(tcp))
         peers = Peers(await stack.enter_async_context(Channels()))
         shared_memory = stack.enter_context(closing(SharedMemoryTransport(config.num_copy_threads)))
-        network = Network(peers, tcp, block_server)
+        network = Network(peers, tcp, block_server, _open_mooncake(config, segments, stack))
         redis = connect_redis(config.redis_url)
         stack.push_async_callback(redis.aclose)
         publishers = await stack.enter_async_context(
@@ -72,6 +73,22 @@ async def run(config: KvTransferConfig) -> None:
             on_started=on_started,
             parent_pid=config.parent_pid,
         )
+
+
+def _open_mooncake(
+    config: KvTransferConfig, segments: SegmentTable, stack: AsyncExitStack
+) -> MooncakeTransport | None:
+    if config.remote_transport != "mooncake":
+        return None
+    mooncake = open_transport(
+        config.listen_host,
+        config.mooncake_protocol,
+        config.mooncake_device,
+        num_reads=config.num_streams,
+        stall_timeout_s=config.stall_timeout_s,
+    )
+    segments.on_detach(mooncake.conceal)
+    return stack.enter_context(closing(mooncake))
 
 
 async def _open_tiers(

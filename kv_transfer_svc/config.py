@@ -1,7 +1,7 @@
 """Settings of the KV transfer agent."""
 
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -46,6 +46,22 @@ class KvTransferConfig(ServiceConfig):
     tls_authority: Path | None = Field(
         None, description="PEM certificates of those who may vouch for other agents"
     )
+
+    remote_transport: Literal["tcp", "mooncake"] = Field(
+        "tcp",
+        description="how blocks come from other machines; mooncake is its Transfer Engine, used "
+        "between agents that both have it",
+    )
+    mooncake_protocol: Literal["tcp", "rdma"] = Field(
+        "tcp", description="what the Transfer Engine runs over"
+    )
+    mooncake_device: str = Field("", description="RDMA devices for it, by comma; empty is all")
+
+    @model_validator(mode="after")
+    def _mooncake_is_trusted(self) -> Self:
+        if self.remote_transport == "mooncake" and self.tls_certificate:
+            raise ValueError("remote_transport mooncake has no TLS: leave out the tls_ files")
+        return self
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from kv_transfer_svc.transports.tcp import RemoteSource
+from kv_transfer_svc.transports.base import MooncakeSource, RemoteSource
 from mesh.client import Channels, mesh_errors
 from mesh.errors import KvTransferFailed, MeshError
 from mesh.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
@@ -56,4 +56,11 @@ class Peers:
             data_address=(host, response.data_port),
             token=response.token,
             uses_tls=response.uses_tls,
+            layout=dict(response.layout),
+            mooncake=_mooncake(response.mooncake) if response.HasField("mooncake") else None,
         )
+
+
+def _mooncake(told: kv_transfer_pb2.MooncakeSource) -> MooncakeSource:
+    offset = told.generations_offset if told.HasField("generations_offset") else None
+    return MooncakeSource(told.rpc_port, told.address, offset)

@@ -5,9 +5,9 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ class SegmentSpec:
     layout_fingerprint: str
     # None: the engine does not count what its blocks contain.
     generations_offset: int | None = None
+    # What the fingerprint stands for, for messages.
+    layout: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -76,6 +78,11 @@ class Segment:
         the use of the segment: the mapping could not be closed."""
         assert self._blocks is not None, "segment is unmapped"
         return self._blocks
+
+    @property
+    def address(self) -> int:
+        """Where the segment begins in this process's memory, while it is mapped."""
+        return int(self.blocks.ctypes.data)
 
     def bytes_of(self, blocks: slice) -> memoryview:
         """The bytes of neighbouring blocks, in place."""
@@ -158,6 +165,11 @@ class SegmentTable:
         self._segments: dict[str, Segment] = {}
         # A segment that is found is acquired before its engine can let go of it.
         self._lock = threading.Lock()
+        self._on_detach: Callable[[str], None] = lambda engine_id: None
+
+    def on_detach(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with the id of an engine that is not attached any more."""
+        self._on_detach = listener
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -176,8 +188,11 @@ class SegmentTable:
             yield segment
         finally:
             with self._lock:
-                if self._segments.get(spec.engine_id) is segment:
+                is_gone = self._segments.get(spec.engine_id) is segment
+                if is_gone:
                     del self._segments[spec.engine_id]
+            if is_gone:
+                self._on_detach(spec.engine_id)
             segment.release()
 
     def knows(self, engine_id: str) -> bool:

@@ -31,6 +31,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             request.num_blocks,
             request.layout_fingerprint,
             request.generations_offset if request.HasField("generations_offset") else None,
+            dict(request.layout),
         )
         extra = {"engine_id": spec.engine_id, "num_blocks": spec.num_blocks}
         with self._agent.segments.attached(spec):
@@ -117,16 +118,24 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         if self._agent.network is None:
             raise KvTransferFailed("this agent sends nothing to other machines")
         block_server = self._agent.network.block_server
+        mooncake = self._agent.network.mooncake
         with self._agent.segments.in_use(request.engine_id) as (segment,):
             spec = segment.spec
-        return kv_transfer_pb2.LocateResponse(
-            data_port=block_server.port,
-            token=block_server.token,
-            uses_tls=block_server.uses_tls,
-            block_bytes=spec.block_bytes,
-            num_blocks=spec.num_blocks,
-            layout_fingerprint=spec.layout_fingerprint,
-        )
+            response = kv_transfer_pb2.LocateResponse(
+                data_port=block_server.port,
+                token=block_server.token,
+                uses_tls=block_server.uses_tls,
+                block_bytes=spec.block_bytes,
+                num_blocks=spec.num_blocks,
+                layout_fingerprint=spec.layout_fingerprint,
+                layout=spec.layout,
+            )
+            if mooncake is not None:
+                response.mooncake.rpc_port = mooncake.rpc_port
+                response.mooncake.address = mooncake.expose(segment)
+                if spec.generations_offset is not None:
+                    response.mooncake.generations_offset = spec.generations_offset
+        return response
 
     async def GetStats(
         self,

@@ -390,7 +390,7 @@ KV_TRANSFER_FAILURES = Counter(
 )
 
 # The transfer agent.
-_TRANSPORT = {"transport": Values("shared_memory", "tcp")}
+_TRANSPORT = {"transport": Values("shared_memory", "tcp", "mooncake")}
 KV_TRANSFER_BYTES = Counter(
     "pdmesh.kv_transfer.size",
     "By",

@@ -16,6 +16,7 @@ from kv_transfer_svc.tiers.host_pool import HostPool
 from kv_transfer_svc.tls import TlsFiles
 from kv_transfer_svc.transports.base import Transport
 from kv_transfer_svc.transports.block_server import BlockServer
+from kv_transfer_svc.transports.mooncake import MooncakeTransport
 from kv_transfer_svc.transports.shared_memory import SharedMemoryTransport
 from kv_transfer_svc.transports.tcp import TcpTransport
 from mesh.block_index import Tier
@@ -50,6 +51,7 @@ async def start_agent(
     tls: TlsFiles | None = None,
     host_memory_bytes: int = 0,
     disk: DiskStore | None = None,
+    mooncake: MooncakeTransport | None = None,
     **settings: Any,
 ) -> RunningAgent:
     async with AsyncExitStack() as stack:
@@ -73,7 +75,11 @@ async def start_agent(
             tiers = await stack.enter_async_context(
                 ColdTiers(HostPool(host_memory_bytes), disk, lambda *change: changes.append(change))
             )
-        agent = TransferAgent(segments, transport, Network(peers, tcp, block_server), tiers)
+        if mooncake is not None:
+            stack.enter_context(closing(mooncake))
+            segments.on_detach(mooncake.conceal)
+        network = Network(peers, tcp, block_server, mooncake)
+        agent = TransferAgent(segments, transport, network, tiers)
         server = MeshServer(listen)
         server.add(
             kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,

@@ -17,6 +17,8 @@ class LoadedEngine:
     engine: Engine
     engine_id: str
     layout_fingerprint: str
+    # What the fingerprint stands for.
+    layout: Mapping[str, str]
     # None: its KV cache is not in shared memory.
     segment: kv_transfer_pb2.AttachSegmentRequest | None
 
@@ -24,10 +26,13 @@ class LoadedEngine:
 def load_engine(config: WorkerConfig, incarnation: str) -> LoadedEngine:
     """Takes as long as reading the model does; blocks meanwhile."""
     fingerprint = ""
+    layout: dict[str, str] = {}
 
-    def make_hasher(layout: Mapping[str, str | int]) -> BlockKeys:
+    def make_hasher(fields: Mapping[str, str | int]) -> BlockKeys:
         nonlocal fingerprint
-        fingerprint = layout_fingerprint({**layout, "model": model_revision(config.model_path)})
+        fields = {**fields, "model": model_revision(config.model_path)}
+        fingerprint = layout_fingerprint(fields)
+        layout.update((name, str(value)) for name, value in fields.items())
         return BlockKeys(fingerprint)
 
     engine_config = config.engine_config(incarnation)
@@ -42,5 +47,6 @@ def load_engine(config: WorkerConfig, incarnation: str) -> LoadedEngine:
             num_blocks=engine.load().num_blocks,
             layout_fingerprint=fingerprint,
             generations_offset=engine.generations_offset,
+            layout=layout,
         )
-    return LoadedEngine(engine, engine_id, fingerprint, segment)
+    return LoadedEngine(engine, engine_id, fingerprint, layout, segment)

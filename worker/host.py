@@ -191,6 +191,7 @@ class _Membership:
             num_blocks=self._worker.engine.load().num_blocks,
             max_model_len=loaded.engine.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            layout=loaded.layout,
         )
 
     def _load(self) -> WorkerLoad:

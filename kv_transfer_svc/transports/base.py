@@ -1,12 +1,46 @@
 """What a way of moving blocks must do."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeSource:
+    """How a Mooncake Transfer Engine reads a segment of another agent."""
+
+    rpc_port: int
+    # Of the segment in the memory of that agent.
+    address: int
+    # None: the engine keeps no generations.
+    generations_offset: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSource:
+    """An engine attached to another agent, and that agent's data port."""
+
+    engine_id: str
+    block_bytes: int
+    num_blocks: int
+    layout_fingerprint: str
+    data_address: Address
+    token: bytes
+    uses_tls: bool
+    # None: that agent does without.
+    mooncake: MooncakeSource | None = None
+    # What the fingerprint stands for, for messages.
+    layout: Mapping[str, str] = field(default_factory=dict)
 
 
 class Transport(Protocol):
@@ -18,6 +52,21 @@ class Transport(Protocol):
         The destination is not written to any more once the call has ended, in whichever way:
         cancelling it waits for the part in flight. Raises KvTransferFailed when not all arrived.
         """
+        ...
+
+
+class RemoteTransport(Protocol):
+    """Moves runs of blocks from another agent's segment into one of ours."""
+
+    async def read(
+        self,
+        source: RemoteSource,
+        destination: Segment,
+        runs: Sequence[BlockRun],
+        generations: NDArray[np.uint32],
+    ) -> int:
+        """As `Transport.copy`; also raises KvTransferFailed when a block was reused before the
+        read or during it. Without generations, that is not checked."""
         ...
 
 

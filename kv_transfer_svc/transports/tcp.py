@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from kv_transfer_svc.runs import BlockRun, split_runs
 from kv_transfer_svc.segments import Segment
 from kv_transfer_svc.transports import block_wire
-from kv_transfer_svc.transports.base import to_their_end
+from kv_transfer_svc.transports.base import Address, RemoteSource, to_their_end
 from kv_transfer_svc.transports.block_server import shut_down
 from kv_transfer_svc.transports.block_wire import PeerError, ReadRequest, WireError
 from mesh.errors import KvTransferFailed
@@ -25,21 +24,6 @@ from mesh.telemetry import current_traceparent
 # Below this a second stream costs more than it brings.
 _MIN_STREAM_BYTES = 4 << 20
 _MAX_IDLE_CONNECTIONS = 16
-
-Address = tuple[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteSource:
-    """An engine attached to another agent, and that agent's data port."""
-
-    engine_id: str
-    block_bytes: int
-    num_blocks: int
-    layout_fingerprint: str
-    data_address: Address
-    token: bytes
-    uses_tls: bool
 
 
 class TcpTransport:

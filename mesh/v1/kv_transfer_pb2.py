@@ -25,37 +25,47 @@ _sym_db = _symbol_database.Default()
 from mesh.v1 import types_pb2 as mesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mesh/v1/kv_transfer.proto\x12\x07mesh.v1\x1a\x13mesh/v1/types.proto\"\xb4\x01\n\x14\x41ttachSegmentRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x1f\n\x12generations_offset\x18\x06 \x01(\x04H\x00\x88\x01\x01\x42\x15\n\x13_generations_offset\"*\n\x15\x41ttachSegmentResponse\x12\x11\n\thas_tiers\x18\x01 \x01(\x08\"\xc7\x01\n\x0bPullRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10source_engine_id\x18\x02 \x01(\t\x12\x18\n\x10source_block_ids\x18\x03 \x03(\r\x12\x1d\n\x15\x64\x65stination_engine_id\x18\x04 \x01(\t\x12\x1d\n\x15\x64\x65stination_block_ids\x18\x05 \x03(\r\x12\x1a\n\x12source_generations\x18\x06 \x03(\r\x12\x16\n\x0esource_address\x18\x07 \x01(\t\"L\n\x0cPullResponse\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12%\n\x07timings\x18\x02 \x03(\x0b\x32\x14.mesh.v1.StageTiming\"\"\n\rLocateRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\"\x89\x01\n\x0eLocateResponse\x12\x11\n\tdata_port\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x10\n\x08uses_tls\x18\x03 \x01(\x08\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\"l\n\x12StoreBlocksRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\r\")\n\x13StoreBlocksResponse\x12\x12\n\nnum_stored\x18\x01 \x01(\r\"[\n\x11LoadBlocksRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x11\n\tblock_ids\x18\x04 \x03(\r\"A\n\x12LoadBlocksResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_disk_blocks\x18\x02 \x01(\r\"\x11\n\x0fGetStatsRequest\"\xe2\x01\n\x10GetStatsResponse\x12\x14\n\x0cnum_segments\x18\x01 \x01(\r\x12\x18\n\x10num_active_pulls\x18\x02 \x01(\r\x12\x11\n\tnum_pulls\x18\x03 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x63opy_seconds\x18\x05 \x01(\x01\x12\x17\n\x0fnum_host_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_disk_blocks\x18\x07 \x01(\r\x12\x15\n\rnum_host_hits\x18\x08 \x01(\x04\x12\x15\n\rnum_disk_hits\x18\t \x01(\x04\x32\xa7\x03\n\x11KvTransferService\x12P\n\rAttachSegment\x12\x1d.mesh.v1.AttachSegmentRequest\x1a\x1e.mesh.v1.AttachSegmentResponse0\x01\x12\x33\n\x04Pull\x12\x14.mesh.v1.PullRequest\x1a\x15.mesh.v1.PullResponse\x12\x39\n\x06Locate\x12\x16.mesh.v1.LocateRequest\x1a\x17.mesh.v1.LocateResponse\x12H\n\x0bStoreBlocks\x12\x1b.mesh.v1.StoreBlocksRequest\x1a\x1c.mesh.v1.StoreBlocksResponse\x12\x45\n\nLoadBlocks\x12\x1a.mesh.v1.LoadBlocksRequest\x1a\x1b.mesh.v1.LoadBlocksResponse\x12?\n\x08GetStats\x12\x18.mesh.v1.GetStatsRequest\x1a\x19.mesh.v1.GetStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mesh/v1/kv_transfer.proto\x12\x07mesh.v1\x1a\x13mesh/v1/types.proto\"\x9e\x02\n\x14\x41ttachSegmentRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x05 \x01(\t\x12\x1f\n\x12generations_offset\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x39\n\x06layout\x18\x07 \x03(\x0b\x32).mesh.v1.AttachSegmentRequest.LayoutEntry\x1a-\n\x0bLayoutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x15\n\x13_generations_offset\"*\n\x15\x41ttachSegmentResponse\x12\x11\n\thas_tiers\x18\x01 \x01(\x08\"\xc7\x01\n\x0bPullRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10source_engine_id\x18\x02 \x01(\t\x12\x18\n\x10source_block_ids\x18\x03 \x03(\r\x12\x1d\n\x15\x64\x65stination_engine_id\x18\x04 \x01(\t\x12\x1d\n\x15\x64\x65stination_block_ids\x18\x05 \x03(\r\x12\x1a\n\x12source_generations\x18\x06 \x03(\r\x12\x16\n\x0esource_address\x18\x07 \x01(\t\"L\n\x0cPullResponse\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12%\n\x07timings\x18\x02 \x03(\x0b\x32\x14.mesh.v1.StageTiming\"\"\n\rLocateRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\"\x98\x02\n\x0eLocateResponse\x12\x11\n\tdata_port\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\x0c\x12\x10\n\x08uses_tls\x18\x03 \x01(\x08\x12\x13\n\x0b\x62lock_bytes\x18\x04 \x01(\x04\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\x12)\n\x08mooncake\x18\x07 \x01(\x0b\x32\x17.mesh.v1.MooncakeSource\x12\x33\n\x06layout\x18\x08 \x03(\x0b\x32#.mesh.v1.LocateResponse.LayoutEntry\x1a-\n\x0bLayoutEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"k\n\x0eMooncakeSource\x12\x10\n\x08rpc_port\x18\x01 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x04\x12\x1f\n\x12generations_offset\x18\x03 \x01(\x04H\x00\x88\x01\x01\x42\x15\n\x13_generations_offset\"l\n\x12StoreBlocksRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\r\")\n\x13StoreBlocksResponse\x12\x12\n\nnum_stored\x18\x01 \x01(\r\"[\n\x11LoadBlocksRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\x12\x11\n\tblock_ids\x18\x04 \x03(\r\"A\n\x12LoadBlocksResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_disk_blocks\x18\x02 \x01(\r\"\x11\n\x0fGetStatsRequest\"\xe2\x01\n\x10GetStatsResponse\x12\x14\n\x0cnum_segments\x18\x01 \x01(\r\x12\x18\n\x10num_active_pulls\x18\x02 \x01(\r\x12\x11\n\tnum_pulls\x18\x03 \x01(\x04\x12\x15\n\rpayload_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x63opy_seconds\x18\x05 \x01(\x01\x12\x17\n\x0fnum_host_blocks\x18\x06 \x01(\r\x12\x17\n\x0fnum_disk_blocks\x18\x07 \x01(\r\x12\x15\n\rnum_host_hits\x18\x08 \x01(\x04\x12\x15\n\rnum_disk_hits\x18\t \x01(\x04\x32\xa7\x03\n\x11KvTransferService\x12P\n\rAttachSegment\x12\x1d.mesh.v1.AttachSegmentRequest\x1a\x1e.mesh.v1.AttachSegmentResponse0\x01\x12\x33\n\x04Pull\x12\x14.mesh.v1.PullRequest\x1a\x15.mesh.v1.PullResponse\x12\x39\n\x06Locate\x12\x16.mesh.v1.LocateRequest\x1a\x17.mesh.v1.LocateResponse\x12H\n\x0bStoreBlocks\x12\x1b.mesh.v1.StoreBlocksRequest\x1a\x1c.mesh.v1.StoreBlocksResponse\x12\x45\n\nLoadBlocks\x12\x1a.mesh.v1.LoadBlocksRequest\x1a\x1b.mesh.v1.LoadBlocksResponse\x12?\n\x08GetStats\x12\x18.mesh.v1.GetStatsRequest\x1a\x19.mesh.v1.GetStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mesh.v1.kv_transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ATTACHSEGMENTREQUEST_LAYOUTENTRY']._loaded_options = None
+  _globals['_ATTACHSEGMENTREQUEST_LAYOUTENTRY']._serialized_options = b'8\001'
+  _globals['_LOCATERESPONSE_LAYOUTENTRY']._loaded_options = None
+  _globals['_LOCATERESPONSE_LAYOUTENTRY']._serialized_options = b'8\001'
   _globals['_ATTACHSEGMENTREQUEST']._serialized_start=60
-  _globals['_ATTACHSEGMENTREQUEST']._serialized_end=240
-  _globals['_ATTACHSEGMENTRESPONSE']._serialized_start=242
-  _globals['_ATTACHSEGMENTRESPONSE']._serialized_end=284
-  _globals['_PULLREQUEST']._serialized_start=287
-  _globals['_PULLREQUEST']._serialized_end=486
-  _globals['_PULLRESPONSE']._serialized_start=488
-  _globals['_PULLRESPONSE']._serialized_end=564
-  _globals['_LOCATEREQUEST']._serialized_start=566
-  _globals['_LOCATEREQUEST']._serialized_end=600
-  _globals['_LOCATERESPONSE']._serialized_start=603
-  _globals['_LOCATERESPONSE']._serialized_end=740
-  _globals['_STOREBLOCKSREQUEST']._serialized_start=742
-  _globals['_STOREBLOCKSREQUEST']._serialized_end=850
-  _globals['_STOREBLOCKSRESPONSE']._serialized_start=852
-  _globals['_STOREBLOCKSRESPONSE']._serialized_end=893
-  _globals['_LOADBLOCKSREQUEST']._serialized_start=895
-  _globals['_LOADBLOCKSREQUEST']._serialized_end=986
-  _globals['_LOADBLOCKSRESPONSE']._serialized_start=988
-  _globals['_LOADBLOCKSRESPONSE']._serialized_end=1053
-  _globals['_GETSTATSREQUEST']._serialized_start=1055
-  _globals['_GETSTATSREQUEST']._serialized_end=1072
-  _globals['_GETSTATSRESPONSE']._serialized_start=1075
-  _globals['_GETSTATSRESPONSE']._serialized_end=1301
-  _globals['_KVTRANSFERSERVICE']._serialized_start=1304
-  _globals['_KVTRANSFERSERVICE']._serialized_end=1727
+  _globals['_ATTACHSEGMENTREQUEST']._serialized_end=346
+  _globals['_ATTACHSEGMENTREQUEST_LAYOUTENTRY']._serialized_start=278
+  _globals['_ATTACHSEGMENTREQUEST_LAYOUTENTRY']._serialized_end=323
+  _globals['_ATTACHSEGMENTRESPONSE']._serialized_start=348
+  _globals['_ATTACHSEGMENTRESPONSE']._serialized_end=390
+  _globals['_PULLREQUEST']._serialized_start=393
+  _globals['_PULLREQUEST']._serialized_end=592
+  _globals['_PULLRESPONSE']._serialized_start=594
+  _globals['_PULLRESPONSE']._serialized_end=670
+  _globals['_LOCATEREQUEST']._serialized_start=672
+  _globals['_LOCATEREQUEST']._serialized_end=706
+  _globals['_LOCATERESPONSE']._serialized_start=709
+  _globals['_LOCATERESPONSE']._serialized_end=989
+  _globals['_LOCATERESPONSE_LAYOUTENTRY']._serialized_start=278
+  _globals['_LOCATERESPONSE_LAYOUTENTRY']._serialized_end=323
+  _globals['_MOONCAKESOURCE']._serialized_start=991
+  _globals['_MOONCAKESOURCE']._serialized_end=1098
+  _globals['_STOREBLOCKSREQUEST']._serialized_start=1100
+  _globals['_STOREBLOCKSREQUEST']._serialized_end=1208
+  _globals['_STOREBLOCKSRESPONSE']._serialized_start=1210
+  _globals['_STOREBLOCKSRESPONSE']._serialized_end=1251
+  _globals['_LOADBLOCKSREQUEST']._serialized_start=1253
+  _globals['_LOADBLOCKSREQUEST']._serialized_end=1344
+  _globals['_LOADBLOCKSRESPONSE']._serialized_start=1346
+  _globals['_LOADBLOCKSRESPONSE']._serialized_end=1411
+  _globals['_GETSTATSREQUEST']._serialized_start=1413
+  _globals['_GETSTATSREQUEST']._serialized_end=1430
+  _globals['_GETSTATSRESPONSE']._serialized_start=1433
+  _globals['_GETSTATSRESPONSE']._serialized_end=1659
+  _globals['_KVTRANSFERSERVICE']._serialized_start=1662
+  _globals['_KVTRANSFERSERVICE']._serialized_end=2085
 # @@protoc_insertion_point(module_scope)

@@ -25,12 +25,33 @@ class AttachSegmentRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LayoutEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     GENERATIONS_OFFSET_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """The engine; a new process is a new id."""
     path: _builtins.str
@@ -45,6 +66,10 @@ class AttachSegmentRequest(_message.Message):
     """Where in the file each block's generation is, a 32-bit number that changes
     before the block gets new content. Absent: the engine keeps none.
     """
+    @_builtins.property
+    def layout(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What the fingerprint stands for, for messages."""
+
     def __init__(
         self,
         *,
@@ -54,10 +79,11 @@ class AttachSegmentRequest(_message.Message):
         num_blocks: _builtins.int = ...,
         layout_fingerprint: _builtins.str = ...,
         generations_offset: _builtins.int | None = ...,
+        layout: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset", "generations_offset", b"generations_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset", "block_bytes", b"block_bytes", "engine_id", b"engine_id", "generations_offset", b"generations_offset", "layout_fingerprint", b"layout_fingerprint", "num_blocks", b"num_blocks", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset", "block_bytes", b"block_bytes", "engine_id", b"engine_id", "generations_offset", b"generations_offset", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "num_blocks", b"num_blocks", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__generations_offset: _TypeAlias = _typing.Literal["generations_offset"]  # noqa: Y015
     _WhichOneofArgType__generations_offset: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset"]  # noqa: Y015
@@ -197,12 +223,34 @@ class LocateResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LayoutEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DATA_PORT_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     USES_TLS_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MOONCAKE_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     data_port: _builtins.int
     """TCP port for blocks, on the host that answers this call."""
     token: _builtins.bytes
@@ -217,6 +265,14 @@ class LocateResponse(_message.Message):
     """Blocks in the segment."""
     layout_fingerprint: _builtins.str
     """Engines exchange blocks only when this is equal on both sides."""
+    @_builtins.property
+    def mooncake(self) -> Global___MooncakeSource:
+        """The same blocks by Mooncake's Transfer Engine; absent where there is none."""
+
+    @_builtins.property
+    def layout(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What the fingerprint stands for, for messages."""
+
     def __init__(
         self,
         *,
@@ -226,14 +282,48 @@ class LocateResponse(_message.Message):
         block_bytes: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         layout_fingerprint: _builtins.str = ...,
+        mooncake: Global___MooncakeSource | None = ...,
+        layout: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["mooncake", b"mooncake"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "data_port", b"data_port", "layout_fingerprint", b"layout_fingerprint", "num_blocks", b"num_blocks", "token", b"token", "uses_tls", b"uses_tls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "data_port", b"data_port", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "mooncake", b"mooncake", "num_blocks", b"num_blocks", "token", b"token", "uses_tls", b"uses_tls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LocateResponse: _TypeAlias = LocateResponse  # noqa: Y015
+
+@_typing.final
+class MooncakeSource(_message.Message):
+    """A segment that a Mooncake Transfer Engine reads by itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RPC_PORT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    GENERATIONS_OFFSET_FIELD_NUMBER: _builtins.int
+    rpc_port: _builtins.int
+    """Where the source's Transfer Engine is asked, on the host that answers this call."""
+    address: _builtins.int
+    """Of the first block, in the memory of the source's agent."""
+    generations_offset: _builtins.int
+    """Where from there the blocks' generations are, as in AttachSegmentRequest."""
+    def __init__(
+        self,
+        *,
+        rpc_port: _builtins.int = ...,
+        address: _builtins.int = ...,
+        generations_offset: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset", "generations_offset", b"generations_offset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset", "address", b"address", "generations_offset", b"generations_offset", "rpc_port", b"rpc_port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__generations_offset: _TypeAlias = _typing.Literal["generations_offset"]  # noqa: Y015
+    _WhichOneofArgType__generations_offset: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generations_offset) -> _WhichOneofReturnType__generations_offset | None: ...
+
+Global___MooncakeSource: _TypeAlias = MooncakeSource  # noqa: Y015
 
 @_typing.final
 class StoreBlocksRequest(_message.Message):

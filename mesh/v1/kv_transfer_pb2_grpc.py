@@ -100,7 +100,7 @@ class KvTransferServiceServicer:
 
         Errors:
         INVALID_ARGUMENT     block ids are out of range or differ in number
-        FAILED_PRECONDITION  the layout fingerprints differ; the message names both
+        FAILED_PRECONDITION  the layouts differ; the message says in what
         ABORTED              an engine is not attached, its agent cannot be reached,
         bytes were damaged on the way, or a block was reused
         before or while it was read; nothing that was written

@@ -74,10 +74,31 @@ async def test_different_layouts_are_refused_and_both_are_named(make_segment: Ma
         transport, make_segment("p", fingerprint="aaa"), make_segment("d", fingerprint="bbb")
     )
 
-    with attachments, pytest.raises(LayoutMismatch, match=r"'p' has layout aaa.*'d'.*bbb"):
+    with attachments, pytest.raises(LayoutMismatch, match=r"'d' here.*'p' there.*bbb and aaa"):
         await agent.pull(PULL)
 
     assert transport.copies == []
+
+
+async def test_layouts_that_are_known_are_refused_with_what_they_differ_in(
+    make_segment: MakeSegment,
+) -> None:
+    # KV-25
+    source = replace(
+        make_segment("p", fingerprint="aaa"), layout={"dtype": "bfloat16", "block_size": "16"}
+    )
+    destination = replace(
+        make_segment("d", fingerprint="bbb"), layout={"dtype": "float32", "block_size": "16"}
+    )
+    agent, attachments = make_agent(PaperTransport(), source, destination)
+
+    with attachments, pytest.raises(LayoutMismatch) as caught:
+        await agent.pull(PULL)
+
+    assert str(caught.value) == (
+        "engine 'd' here cannot use blocks of engine 'p' there: "
+        "dtype is float32 here and bfloat16 there"
+    )
 
 
 async def test_different_block_sizes_are_refused_whatever_the_fingerprints_say(
