@@ -83,7 +83,7 @@ class SchedulerConfig(ServiceConfig):
         description="how long a placement is kept for a gateway that says nothing of it",
     )
     refresh_interval_s: float = Field(
-        0.25, gt=0, description="how often the workers are read from Redis"
+        0.25, gt=0, description="how often workers are read from Redis while any has requests"
     )
     max_outage_s: float = Field(
         60.0, ge=0, description="how long workers count as alive while Redis does not answer"

@@ -186,6 +186,17 @@ def verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for service in report["services"] for one in service.get("disaggregation", ())]
 
 
+def elsewhere(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Workers that get requests and do not run under this home's supervisor."""
+    ours = {service["worker_id"] for service in report["services"]}
+    known = {
+        worker["worker_id"]: worker
+        for service in report["services"]
+        for worker in service.get("workers", ())
+    }
+    return [worker for worker_id, worker in known.items() if worker_id not in ours]
+
+
 def verdict_line(verdict: dict[str, Any]) -> str:
     """What the measurements say of separate prefill workers, in a sentence."""
     model, placements = verdict["model"], verdict["placements"]
@@ -218,4 +229,6 @@ def _table(report: dict[str, Any]) -> Table:
             str(engine.get("running", "")),
             str(engine.get("waiting", "")),
         )
+    for worker in elsewhere(report):
+        table.add_row(worker["worker_id"], "elsewhere", "", worker["address"])
     return table

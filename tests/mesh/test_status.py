@@ -2,7 +2,7 @@
 
 import pytest
 
-from mesh.cli.status import describe_verdict, verdict_line, verdicts
+from mesh.cli.status import describe_verdict, elsewhere, verdict_line, verdicts
 from mesh.v1 import scheduler_pb2
 
 Verdict = scheduler_pb2.DisaggregationVerdict
@@ -32,3 +32,11 @@ def test_verdicts_are_those_of_every_scheduler() -> None:
     services = [{"disaggregation": [{"model": "a"}]}, {}, {"disaggregation": [{"model": "b"}]}]
 
     assert [one["model"] for one in verdicts({"services": services})] == ["a", "b"]
+
+
+def test_workers_that_were_started_otherwise_are_shown_once() -> None:
+    by_hand = {"worker_id": "by-hand", "address": "a"}
+    scheduler = {"worker_id": "s", "workers": [{"worker_id": "decode-0"}, by_hand]}
+    services = [{"worker_id": "decode-0"}, scheduler, {**scheduler, "worker_id": "t"}]
+
+    assert elsewhere({"services": services}) == [by_hand]
