@@ -75,10 +75,26 @@ static void unpack_int4(const std::uint8_t* unit, std::int64_t groups, std::uint
   }
 }
 
+// What a block of rows fetches of the weights to come while it multiplies, per group of inputs. The
+// blocks of one unit share the work: if the first did it all, memory would rest during the others.
+struct Ahead {
+  const std::uint8_t* first;
+  int lines, group_bytes;
+};
+
+static Ahead share_of_fetching(const Linear& weights, const std::uint8_t* unit, std::int64_t block,
+                               std::int64_t num_blocks) {
+  const int group_bytes = weights.format == WeightFormat::kInt4 ? Int4Group::kBlockBytes
+                                                                : Int8Group::kBlockBytes;
+  const std::int64_t lines = group_bytes / 64;
+  const std::int64_t begin = lines * block / num_blocks, end = lines * (block + 1) / num_blocks;
+  return {unit + kPrefetchBytes + begin * 64, static_cast<int>(end - begin), group_bytes};
+}
+
 // Formats with a scale per group, for weights and for activations.
 template <class Format, int R>
-static void grouped_block(const std::uint8_t* unit, const Activations& x, std::int64_t row,
-                          float* out) {
+static void grouped_block(const std::uint8_t* unit, const Ahead& ahead, const Activations& x,
+                          std::int64_t row, float* out) {
   const std::int64_t groups = x.groups;
   const std::int8_t* codes = x.codes + row * groups * kGroup;
   const std::int64_t codes_stride = groups * kGroup;
@@ -94,9 +110,14 @@ static void grouped_block(const std::uint8_t* unit, const Activations& x, std::i
       const I start = iset1(Format::kHasMinimum ? 0 : x.offsets[first + r * groups]);
       dots[r][0] = dots[r][1] = start;
     }
+    const std::uint8_t* next = ahead.first + group * ahead.group_bytes;
+    if (ahead.lines == Format::kBlockBytes / 64) {
 #pragma GCC unroll 20
-    for (int line = 0; line < Format::kBlockBytes / 64; ++line) {
-      __builtin_prefetch(block + kPrefetchBytes + line * 64, 0, 2);
+      for (int line = 0; line < Format::kBlockBytes / 64; ++line) {
+        __builtin_prefetch(next + line * 64, 0, 2);
+      }
+    } else {
+      for (int line = 0; line < ahead.lines; ++line) __builtin_prefetch(next + line * 64, 0, 2);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
@@ -242,11 +263,11 @@ static void bfloat16_block(const std::uint8_t* unit, std::int64_t k, const Activ
 // Rows x kUnit products of `count` rows from `row` with one unit.
 template <int R>
 static void block(const Linear& weights, bool is_unpacked, const std::uint8_t* unit,
-                  const float* channel_scales, const Activations& x, std::int64_t row,
+                  const Ahead& ahead, const float* channel_scales, const Activations& x, std::int64_t row,
                   std::int64_t count, float* out) {
   if constexpr (R < kMaxRows) {
     if (count > R) {
-      block<R + 1>(weights, is_unpacked, unit, channel_scales, x, row, count, out);
+      block<R + 1>(weights, is_unpacked, unit, ahead, channel_scales, x, row, count, out);
       return;
     }
   }
@@ -256,12 +277,12 @@ static void block(const Linear& weights, bool is_unpacked, const std::uint8_t* u
     case WeightFormat::kInt8:
       wide_block<R>(unit, channel_scales, x, row, out);
       break;
-    case WeightFormat::kInt8Grouped: grouped_block<Int8Group, R>(unit, x, row, out); break;
+    case WeightFormat::kInt8Grouped: grouped_block<Int8Group, R>(unit, ahead, x, row, out); break;
     case WeightFormat::kInt4:
       if (is_unpacked) {
-        grouped_block<Int4Unpacked, R>(unit, x, row, out);
+        grouped_block<Int4Unpacked, R>(unit, ahead, x, row, out);
       } else {
-        grouped_block<Int4Group, R>(unit, x, row, out);
+        grouped_block<Int4Group, R>(unit, ahead, x, row, out);
       }
       break;
   }
@@ -309,7 +330,8 @@ static void linear(const Linear& weights, const Activations& x, std::int64_t row
     for (std::int64_t i = 0; i < num_blocks; ++i) {
       // Blocks of nearly equal height: seven rows are 4 + 3, not 6 + 1.
       const std::int64_t count = rows / num_blocks + (i < rows % num_blocks ? 1 : 0);
-      block<1>(weights, unpacks, data, channel_scales, x, row, count, sums);
+      const Ahead ahead = share_of_fetching(weights, weights.data + unit * bytes, i, num_blocks);
+      block<1>(weights, unpacks, data, ahead, channel_scales, x, row, count, sums);
       finish(sums, epilogue, row, count, unit);
       row += count;
     }
