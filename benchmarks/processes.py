@@ -14,6 +14,7 @@ import aiohttp
 import psutil
 
 from benchmarks.contenders import Launch
+from mesh.parent_death import end_with_parent
 
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 30.0
@@ -97,6 +98,8 @@ def _start(launch: Launch, log: Path, environment: Mapping[str, str]) -> subproc
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
+            # A killed benchmark would leave a server that slows the next one.
+            preexec_fn=end_with_parent,
         )
 
 

@@ -1,11 +1,8 @@
 """A gRPC server with health, reflection, signals and drain."""
 
 import asyncio
-import ctypes
 import logging
-import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,12 +12,12 @@ from grpc_reflection.v1alpha import reflection
 
 from mesh.client import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_OPTIONS
 from mesh.interceptors import CallInterceptor
+from mesh.parent_death import die_with_parent
 
 logger = logging.getLogger(__name__)
 
 # After a drain only stragglers are left; they get this long to end by themselves.
 _STOP_GRACE_S = 1.0
-_PR_SET_PDEATHSIG = 1
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -165,18 +162,6 @@ class _Signals:
 
     def _received(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel send SIGTERM when the parent dies; exit if it is dead already."""
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # The parent may have died before the request above: then nobody will tell us.
-    if os.getppid() != parent_pid:
-        logger.error("the parent is gone", extra={"parent_pid": parent_pid})
-        raise SystemExit(1)
 
 
 def _options(max_message_bytes: int) -> list[tuple[str, Any]]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from mesh.home import Home, MeshState, ServiceRecord
+from mesh.parent_death import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,6 @@ BACKOFF_LAST_S = 10.0
 # A service that ran so long starts again with the first backoff.
 BACKOFF_RESET_S = 30.0
 PROBE_INTERVAL_S = 0.05
-PR_SET_PDEATHSIG = 1
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class StartFailed(Exception):
@@ -231,7 +228,7 @@ class Supervisor:
                 stderr=asyncio.subprocess.STDOUT,
                 # Ctrl-C is the supervisor's to handle.
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=end_with_parent,
             )
         with contextlib.suppress(psutil.NoSuchProcess):
             service.created_at = psutil.Process(service.process.pid).create_time()
@@ -343,7 +340,3 @@ def _record(service: _Service) -> ServiceRecord:
 
 def _tail(service: _Service, num_bytes: int = 2000) -> str:
     return service.log_path.read_bytes()[-num_bytes:].decode(errors="replace").strip()
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
