@@ -1,12 +1,18 @@
 """From a model folder to checked, memory-mapped weights; safetensors only, never pickle."""
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
-from typing import Any
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
+from checkpoint.folder import (
+    TOKENIZER,
+    InvalidFolder,
+    check_tokenizer,
+    placed_tensors,
+    weight_files,
+)
 from engine.config import ModelConfig, ModelError
 from engine.quantized_layouts import LayoutError, Weight, as_float32, read_weights
 from engine.safetensors_file import (
@@ -20,10 +26,6 @@ from engine.safetensors_file import (
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class LoadError(ModelError):
@@ -39,23 +41,19 @@ def load_weights(folder: Path, config: ModelConfig) -> dict[str, Weight]:
 
     Floats stay mapped from the file, so that the workers of a machine share one copy in memory.
     """
-    try:
+    with _load_errors(folder):
         weights = read_weights(_read_folder(folder), config.quantization)
-    except SafetensorsError as error:
-        raise LoadError(str(error)) from None
-    except LayoutError as error:
-        raise LoadError(f"{folder}: {error}") from None
-    _tie_embeddings(folder, config, weights)
-    _check_tokenizer(folder, weights[EMBEDDING].shape[0])
+        _tie_embeddings(folder, config, weights)
+        # Prompts may come as ids: then there is none, and none is needed.
+        if (folder / TOKENIZER).exists():
+            check_tokenizer(folder, weights[EMBEDDING].shape[0])
     return weights
 
 
 def stored_dtype(folder: Path) -> StoredDtype:
     """Return what floats are stored as: what config.json says about it does not count."""
-    try:
-        headers = [read_header(path) for path in _weight_files(folder)]
-    except SafetensorsError as error:
-        raise LoadError(str(error)) from None
+    with _load_errors(folder):
+        headers = [read_header(path) for path in weight_files(folder)]
     for name in (EMBEDDING, LM_HEAD):
         for entries in headers:
             if name in entries:
@@ -111,42 +109,19 @@ def _matrices(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
     }
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / _INDEX).exists():
-        return [folder / shard for shard in sorted(set(_weight_map(folder).values()))]
-    if (folder / _WEIGHTS).exists():
-        return [folder / _WEIGHTS]
-    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    hint = f"; {', '.join(pickles)} would have to be unpickled, which runs code" if pickles else ""
-    raise LoadError(f"{folder}: neither {_WEIGHTS} nor {_INDEX}{hint}")
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """Read which tensor lies in which file of the folder."""
-    index = folder / _INDEX
-    weight_map = _read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise LoadError(f"{index}: weight_map is missing or empty")
-    for tensor, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or PurePosixPath(shard).name != shard:
-            raise LoadError(
-                f"{index}: {tensor} lies in {shard!r}, which is not a file of the folder"
-            )
-        if not (folder / shard).is_file():
-            raise LoadError(f"{folder / shard}: missing, but {index.name} names it")
-    return weight_map
-
-
 def _read_folder(folder: Path) -> dict[str, StoredTensor]:
-    files = {path.name: map_tensors(path) for path in _weight_files(folder)}
-    if not (folder / _INDEX).exists():
-        return files[_WEIGHTS]
-    weights: dict[str, StoredTensor] = {}
-    for tensor, shard in _weight_map(folder).items():
-        if tensor not in files[shard]:
-            raise LoadError(f"{folder / shard}: lacks {tensor}, which {_INDEX} places there")
-        weights[tensor] = files[shard][tensor]
-    return weights
+    files = {path.name: map_tensors(path) for path in weight_files(folder)}
+    return {name: files[file][name] for name, file in placed_tensors(folder, files).items()}
+
+
+@contextmanager
+def _load_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorsError, InvalidFolder) as error:
+        raise LoadError(str(error)) from None
+    except LayoutError as error:
+        raise LoadError(f"{folder}: {error}") from None
 
 
 def _tie_embeddings(folder: Path, config: ModelConfig, weights: dict[str, Weight]) -> None:
@@ -170,31 +145,3 @@ def _are_equal(a: Weight, b: Weight) -> bool:
     if isinstance(a, StoredTensor) and isinstance(b, StoredTensor):
         return a.equals(b)
     return np.array_equal(as_float32(a), as_float32(b))
-
-
-def _check_tokenizer(folder: Path, num_embeddings: int) -> None:
-    """Refuse a tokenizer that can produce ids for which there is no embedding."""
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        return
-    tokenizer = _read_object(path)
-    try:
-        ids = [*tokenizer["model"]["vocab"].values()]
-        ids += [token["id"] for token in tokenizer.get("added_tokens", [])]
-        highest = max(ids)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise LoadError(f"{path}: no usable vocabulary ({error!r})") from error
-    if highest >= num_embeddings:
-        raise LoadError(
-            f"{path}: token id {highest} is beyond the weights' {num_embeddings} embeddings"
-        )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise LoadError(f"{path}: expected a JSON object")
-    return value

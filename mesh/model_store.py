@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from checkpoint.folder import InvalidFolder, read_object
 from mesh import smollm2
-from mesh.model_folder import InvalidModelFolder, check_model_folder, read_json
+from mesh.model_folder import check_model_folder
 
 DEFAULT_MODEL = smollm2.NAME
 
@@ -198,7 +199,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     if not path.is_file():
         return None
-    values = read_json(path)
+    values = read_object(path)
     if values.pop("format", None) != _FORMAT:
         return None
     values["files"] = {name: InstalledFile(**file) for name, file in values["files"].items()}
@@ -230,7 +231,7 @@ def _install(
             source = fill(staging)
             _seal(staging, name, source)
             _move_into_place(staging, folder)
-        except (OSError, InvalidModelFolder, smollm2.ConversionError) as error:
+        except (OSError, InvalidFolder, smollm2.ConversionError) as error:
             raise ModelStoreError(f"cannot install {name}: {error}") from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
