@@ -19,7 +19,7 @@ from tests.valkey import RedisProxy, running_valkey
 
 @pytest.fixture
 async def proxied(redis_proxy: RedisProxy) -> AsyncIterator[MeshRedis]:
-    client = connect_redis(redis_proxy.url, timeout_s=0.3, cooldown_s=0.2)
+    client = connect_redis(redis_proxy.url, timeout_s=0.6, cooldown_s=0.2)
     yield client
     await client.aclose()
 

@@ -3,30 +3,24 @@
 import asyncio
 from collections.abc import AsyncIterator
 from itertools import pairwise
-from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 
 from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, chat, run_gateway
-from tests.obs.browser import CHROMIUM, DRIVER, Browser, browser
+from tests.obs.browser import Browser
 
 CHAT = "/v1/chat/completions"
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def gateway() -> AsyncIterator[RunningGateway]:
     async with FakeMesh() as mesh, run_gateway(mesh) as running:
         yield running
-
-
-@pytest.fixture
-async def page(gateway: RunningGateway, tmp_path: Path) -> AsyncIterator[Browser]:
-    assert CHROMIUM, "install Chromium: make browser"
-    assert DRIVER, "install Chromium's driver: make browser"
-    async with browser(tmp_path) as made:
-        yield made
 
 
 async def ask(gateway: RunningGateway, times: int = 1) -> None:

@@ -1,6 +1,5 @@
 """A benchmark's report in a real browser: the plots are drawn, and nothing is fetched."""
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,9 @@ import pytest
 from mesh.bench.knee import find_knee
 from mesh.bench.report import render
 from tests.bench.made import point, recording, result, window
-from tests.obs.browser import Browser, browser
+from tests.obs.browser import Browser
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DRAWN = """
 return [...document.querySelectorAll('svg')].map((svg) => {
@@ -27,12 +28,6 @@ return [...document.querySelectorAll('svg')].map((svg) => {
   };
 });
 """
-
-
-@pytest.fixture
-async def page(tmp_path: Path) -> AsyncIterator[Browser]:
-    async with browser(tmp_path / "profile") as made:
-        yield made
 
 
 def report() -> str:
