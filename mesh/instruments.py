@@ -38,13 +38,8 @@ class Description:
     service: str
 
 
-_descriptions: list[Description] = []
-
-
-def describe() -> list[Description]:
-    """Every instrument, in the order of declaration."""
-    return list(_descriptions)
-
+# Of every instrument, in the order of declaration.
+DESCRIPTIONS: list[Description] = []
 
 _UNITS = {"s": "_seconds", "By": "_bytes"}
 
@@ -95,7 +90,7 @@ class Counter:
     ) -> None:
         self._labels = labels
         self._counter = _meter.create_counter(name, unit, text)
-        _descriptions.append(Description(name, "counter", unit, text, tuple(labels), service))
+        DESCRIPTIONS.append(Description(name, "counter", unit, text, tuple(labels), service))
 
     def add(self, amount: float, values: Mapping[str, str] | None = None) -> None:
         self._counter.add(amount, _bounded(self._labels, values))
@@ -118,7 +113,7 @@ class Histogram:
         self._histogram = _meter.create_histogram(
             name, unit, text, explicit_bucket_boundaries_advisory=list(buckets)
         )
-        _descriptions.append(Description(name, "histogram", unit, text, tuple(labels), service))
+        DESCRIPTIONS.append(Description(name, "histogram", unit, text, tuple(labels), service))
 
     def record(self, amount: float, values: Mapping[str, str] | None = None) -> None:
         self._histogram.record(amount, _bounded(self._labels, values))
@@ -130,7 +125,7 @@ class _Watched:
     def __init__(self, kind: str, name: str, unit: str, text: str, labels: Labels, service: str):
         self._labels = labels
         self._readers: dict[object, tuple[Callable[[], float], Mapping[str, str]]] = {}
-        _descriptions.append(Description(name, kind, unit, text, tuple(labels), service))
+        DESCRIPTIONS.append(Description(name, kind, unit, text, tuple(labels), service))
 
     def watch(
         self, read: Callable[[], float], values: Mapping[str, str] | None = None

@@ -6,8 +6,22 @@ from prometheus_client import start_http_server
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from mesh import errors
-from mesh.instruments import REGISTRY, Counter, Gauge, Histogram, Values, WatchedCounter
+from mesh.instruments import (
+    DESCRIPTIONS,
+    REGISTRY,
+    Counter,
+    Description,
+    Gauge,
+    Histogram,
+    Values,
+    WatchedCounter,
+)
 from mesh.vllm_names import VllmNames
+
+
+def describe() -> list[Description]:
+    """Every instrument, in the order of declaration."""
+    return list(DESCRIPTIONS)
 
 
 def render() -> tuple[bytes, str]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from mesh import instruments
+from mesh import metrics
 from mesh.spans import SPANS
 from mesh.vllm_names import RENAMED
 
@@ -39,7 +39,7 @@ def _metrics() -> Iterator[str]:
         "is `other`.\n\n| metric | kind | unit | labels | service | is |\n"
         "|---|---|---|---|---|---|\n"
     )
-    for one in instruments.describe():
+    for one in metrics.describe():
         labels = ", ".join(f"`{label}`" for label in one.labels)
         unit = one.unit.strip("{}")
         yield f"| `{one.name}` | {one.kind} | {unit} | {labels} | {one.service} | {one.text} |\n"

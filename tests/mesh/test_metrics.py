@@ -144,10 +144,10 @@ def test_what_is_counted_elsewhere_is_a_counter_here() -> None:
 
 
 def test_every_instrument_is_described_once() -> None:
-    names = [one.name for one in instruments.describe()]
+    names = [one.name for one in metrics.describe()]
 
     assert len(names) == len(set(names)) > 30
-    assert all(one.text and one.service for one in instruments.describe())
+    assert all(one.text and one.service for one in metrics.describe())
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mesh import instruments
+from mesh import instruments, metrics
 from mesh.spans import SPANS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ TARGET_LABELS = {"service", "worker", "instance", "job", "le"}
 def series() -> dict[str, set[str]]:
     """The names of all samples, and their labels."""
     found: dict[str, set[str]] = {}
-    for one in instruments.describe():
+    for one in metrics.describe():
         endings = {"counter": ["_total"], "histogram": ["_bucket", "_count", "_sum"]}
         for ending in endings.get(one.kind, [""]):
             name = instruments.prometheus_name(one) + ending
@@ -146,7 +146,7 @@ def test_the_documentation_names_every_span_that_the_code_starts() -> None:
 def test_the_documentation_is_up_to_date() -> None:
     page = (ROOT / "docs" / "telemetry.md").read_text()
 
-    for one in instruments.describe():
+    for one in metrics.describe():
         assert f"`{one.name}`" in page
     for image in re.findall(r"\]\((img/[^)]+)\)", page):
         assert (ROOT / "docs" / image).stat().st_size > 10_000

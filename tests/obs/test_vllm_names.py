@@ -111,7 +111,7 @@ def test_names_that_dashboards_and_autoscalers_read_are_there() -> None:
 
 
 def test_every_renamed_family_is_one_of_ours() -> None:
-    ours = {instruments.prometheus_name(one) for one in instruments.describe()}
+    ours = {instruments.prometheus_name(one) for one in metrics.describe()}
 
     assert {renamed.ours for renamed in RENAMED} <= ours
 
