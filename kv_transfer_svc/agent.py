@@ -85,8 +85,9 @@ class Network:
     mooncake: MooncakeTransport | None = None
 
     def transport(self, source: RemoteSource) -> tuple[RemoteTransport, TransportName]:
-        if self.mooncake is not None and source.mooncake is not None:
-            return self.mooncake, "mooncake"
+        mooncake = self.mooncake
+        if mooncake is not None and mooncake.is_usable and source.mooncake is not None:
+            return mooncake, "mooncake"
         return self.tcp, "tcp"
 
 

@@ -29,8 +29,10 @@ logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'pdmesh[mooncake]', and libibverbs (Debian: apt-get install libibverbs1)"
 _STAGING_BYTES = 16 << 20
-# Staging areas that failed reads may have spoilt; with so many it takes a restart.
+# Staging areas to which reads that timed out may yet write. With so many, TCP takes over.
 _MAX_SPOILT = 16
+# A read that was refused or cut off writes no more; what else was in flight with it ends soon.
+_QUARANTINE_S = 60.0
 _GENERATION = np.dtype("<u4")
 
 
@@ -76,6 +78,11 @@ class MooncakeTransport:
         # Kept: their memory is not ours to give back.
         self._spoilt: list[NDArray[np.uint8]] = []
         self._exposed: dict[str, Segment] = {}
+
+    @property
+    def is_usable(self) -> bool:
+        """Not after many reads from frozen peers, until the process is started again."""
+        return len(self._spoilt) < _MAX_SPOILT
 
     @property
     def rpc_port(self) -> int:
@@ -202,7 +209,7 @@ class MooncakeTransport:
             self._spoilt.append(staging)
             raise
         if result != 0:
-            self._spoilt.append(staging)
+            asyncio.get_running_loop().call_later(_QUARANTINE_S, self._idle.append, staging)
             raise KvTransferFailed(f"reading from {peer}: the Transfer Engine says {result}")
         return staging
 
@@ -210,8 +217,8 @@ class MooncakeTransport:
         for index, staging in enumerate(self._idle):
             if staging.nbytes >= num_bytes:
                 return self._idle.pop(index)
-        if len(self._spoilt) >= _MAX_SPOILT:
-            raise KvTransferFailed("too many reads have failed in the middle: restart the agent")
+        if not self.is_usable:
+            raise KvTransferFailed("too many reads have timed out: restart the agent")
         made = np.zeros(max(num_bytes, _STAGING_BYTES), np.uint8)
         if self._engine.register_memory(made.ctypes.data, made.nbytes) != 0:
             raise KvTransferFailed("the Transfer Engine takes no more memory")

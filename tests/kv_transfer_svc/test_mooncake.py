@@ -198,6 +198,22 @@ async def test_read_that_ends_late_writes_to_nobodys_blocks(
     assert np.array_equal(after[2], read_blocks(source)[5])
 
 
+async def test_after_too_many_late_reads_blocks_come_over_tcp(
+    start: StartAgent, make_segment: MakeSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_module, "_MAX_SPOILT", 1)
+    engine = PaperEngine(1)
+    here, there = await start(engine, stall_timeout_s=0.05), await start(PaperEngine(2))
+    there.attach(make_segment("p"))
+    here.attach(make_segment("d"))
+    engine.gate.clear()
+    with pytest.raises(KvTransferFailed):
+        await here.agent.pull(pull_from(there, [3], [0]))
+    engine.gate.set()
+
+    assert (await here.agent.pull(pull_from(there, [3], [0]))).transport == "tcp"
+
+
 async def test_engine_that_detaches_is_not_readable_any_more(
     start: StartAgent, make_segment: MakeSegment
 ) -> None:
