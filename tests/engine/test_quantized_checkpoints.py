@@ -18,7 +18,7 @@ from engine.kernels.formats import WeightFormat
 from engine.kernels.library import load_library
 from engine.kernels.quantize import MatrixWeights, read_q4_1, read_q8_0
 from engine.loader import LoadError, load_weights
-from engine.models.native_weights import SOURCE_GGUF, MappedModel, WeightsName, load_packed
+from engine.models.native_weights import SOURCE_GGUF, StoredModel, WeightsName, load_packed
 from engine.models.registry import BackendError, Choice, choose
 from engine.quantization_config import CheckpointQuantization, parse_quantization
 from engine.quantize_checkpoint import QuantizedName, quantize_checkpoint
@@ -273,7 +273,7 @@ def name(request: pytest.FixtureRequest) -> QuantizedName:
 
 def assert_packed_equal(a: Path, b: Path, name: WeightsName) -> None:
     ours, theirs = (
-        cast(MappedModel, load_packed(each, ModelConfig.from_folder(each), name)) for each in (a, b)
+        cast(StoredModel, load_packed(each, ModelConfig.from_folder(each), name)) for each in (a, b)
     )
     assert len(ours.arena) > 10
     for key in ours.arena:
