@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST_ARGS ?=
+# Tests share cores except those that start whole meshes, which fill the machine by themselves.
+PARALLEL ?= --numprocesses 2 --dist loadfile
+MESH_TESTS := $(wildcard tests/e2e tests/chaos)
 
 .PHONY: setup setup-dev trace-ui nginx browser promtool mooncake run test check protos docs bench clean
 
@@ -41,7 +44,8 @@ mooncake: setup-dev  ## Mooncake's Transfer Engine, which a test needs
 	-tools/install_libibverbs.sh && $(PIP) --editable '.[mooncake]'
 
 test: setup-dev nginx browser promtool mooncake  ## the whole suite
-	$(BIN)/python -m pytest --reruns 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --reruns 2 $(PARALLEL) --ignore tests/e2e --ignore tests/chaos $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --reruns 2 $(PYTEST_ARGS) $(MESH_TESTS)
 
 check: setup-dev promtool  ## lint, types, import contracts, protos
 	$(BIN)/ruff check .
