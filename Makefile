@@ -44,8 +44,12 @@ mooncake: setup-dev  ## Mooncake's Transfer Engine, which a test needs
 	-tools/install_libibverbs.sh && $(PIP) --editable '.[mooncake]'
 
 test: setup-dev nginx browser promtool mooncake  ## the whole suite
-	$(BIN)/python -m pytest --reruns 2 $(PARALLEL) --ignore tests/e2e --ignore tests/chaos $(PYTEST_ARGS)
-	$(BIN)/python -m pytest --reruns 2 $(PYTEST_ARGS) $(MESH_TESTS)
+ifeq ($(PYTEST_ARGS),)
+	$(BIN)/python -m pytest --reruns 2 $(PARALLEL) --ignore tests/e2e --ignore tests/chaos
+	$(BIN)/python -m pytest --reruns 2 $(MESH_TESTS)
+else
+	$(BIN)/python -m pytest --reruns 2 $(PYTEST_ARGS)
+endif
 
 check: setup-dev promtool  ## lint, types, import contracts, protos
 	$(BIN)/ruff check .
