@@ -22,6 +22,8 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 # Enough for the tokenizer to tell whether the first delta continues a word.
 _NUM_CONTEXT_TOKENS = 16
+# Of events in one message; their answers are at most some times as long.
+_MAX_BATCH_BYTES = 1 << 18
 
 
 class Detokenizer:
@@ -253,9 +255,10 @@ class _Connection:
                 if not isinstance(response, tokenizer_pb2.DetokenizeResponse):
                     return
                 self.was_useful = True
-                waiting = self._waiting.pop(response.sequence_id, None)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(response)
+                for answer in (response, *response.more):
+                    waiting = self._waiting.pop(answer.sequence_id, None)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(answer)
         finally:
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
@@ -294,4 +297,12 @@ class _Connection:
 
     async def _write(self) -> None:
         while True:
-            await self._call.write(await self._outbox.get())
+            message = await self._outbox.get()
+            # A decode step brings tokens of all its sequences at once, and a message
+            # costs far more than what is in it.
+            num_bytes = message.ByteSize()
+            while num_bytes < _MAX_BATCH_BYTES and not self._outbox.empty():
+                event = self._outbox.get_nowait()
+                num_bytes += event.ByteSize()
+                message.more.append(event)
+            await self._call.write(message)

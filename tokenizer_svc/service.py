@@ -124,9 +124,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             # The next request is read once the answer is written: a caller that does
             # not read is not read from, and nothing piles up here.
             async for request in request_iterator:
-                response = _answer(table, request)
-                if response is not None:
-                    yield response
+                answers = [_answer(table, event) for event in (request, *request.more)]
+                if responses := [answer for answer in answers if answer is not None]:
+                    responses[0].more.extend(responses[1:])
+                    yield responses[0]
         finally:
             self._tables.discard(table)
             table.close()

@@ -429,6 +429,7 @@ class DetokenizeRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     APPEND_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Chosen by the caller, unique within the call."""
     @_builtins.property
@@ -443,6 +444,12 @@ class DetokenizeRequest(_message.Message):
     def close(self) -> Global___DetokenizeRequest.Close:
         """The sequence is no longer wanted."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___DetokenizeRequest]:
+        """Events that came up together with this one, to be read after it in order;
+        they have no `more` of their own.
+        """
+
     def __init__(
         self,
         *,
@@ -450,10 +457,11 @@ class DetokenizeRequest(_message.Message):
         open: Global___DetokenizeRequest.Open | None = ...,
         append: Global___DetokenizeRequest.Append | None = ...,
         close: Global___DetokenizeRequest.Close | None = ...,
+        more: _abc.Iterable[Global___DetokenizeRequest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "close", b"close", "event", b"event", "open", b"open"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "close", b"close", "event", b"event", "open", b"open", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "close", b"close", "event", b"event", "more", b"more", "open", b"open", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["open", "append", "close"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
@@ -474,6 +482,7 @@ class DetokenizeResponse(_message.Message):
     TOKEN_BYTES_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     DURATION_MS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Whose."""
     text: _builtins.str
@@ -496,6 +505,12 @@ class DetokenizeResponse(_message.Message):
         `return_token_bytes` is set and there are none.
         """
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___DetokenizeResponse]:
+        """Answers to the events that came in the same message; they have no `more` of
+        their own.
+        """
+
     def __init__(
         self,
         *,
@@ -506,10 +521,11 @@ class DetokenizeResponse(_message.Message):
         token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
         error: _builtins.str = ...,
         duration_ms: _builtins.float = ...,
+        more: _abc.Iterable[Global___DetokenizeResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "matched_stop", b"matched_stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "duration_ms", b"duration_ms", "error", b"error", "matched_stop", b"matched_stop", "num_tokens", b"num_tokens", "sequence_id", b"sequence_id", "text", b"text", "token_bytes", b"token_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "duration_ms", b"duration_ms", "error", b"error", "matched_stop", b"matched_stop", "more", b"more", "num_tokens", b"num_tokens", "sequence_id", b"sequence_id", "text", b"text", "token_bytes", b"token_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__matched_stop: _TypeAlias = _typing.Literal["matched_stop"]  # noqa: Y015
     _WhichOneofArgType__matched_stop: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop"]  # noqa: Y015

@@ -104,7 +104,8 @@ class TokenizerServiceServicer:
         and ends when its `append` with `is_last` has been answered, when a stop
         string matched, or with `close`; its state is freed then, and all state is
         freed when the call ends. Each `append` is answered by exactly one response
-        with the same `sequence_id`, in order. A fault in one sequence is answered
+        with the same `sequence_id`, in order; those of one message (`more`) in one
+        message. A fault in one sequence is answered
         in its own `error` and leaves the others alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

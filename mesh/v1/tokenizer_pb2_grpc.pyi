@@ -63,7 +63,8 @@ class TokenizerServiceStub:
     and ends when its `append` with `is_last` has been answered, when a stop
     string matched, or with `close`; its state is freed then, and all state is
     freed when the call ends. Each `append` is answered by exactly one response
-    with the same `sequence_id`, in order. A fault in one sequence is answered
+    with the same `sequence_id`, in order; those of one message (`more`) in one
+    message. A fault in one sequence is answered
     in its own `error` and leaves the others alone.
     """
 
@@ -102,7 +103,8 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
     and ends when its `append` with `is_last` has been answered, when a stop
     string matched, or with `close`; its state is freed then, and all state is
     freed when the call ends. Each `append` is answered by exactly one response
-    with the same `sequence_id`, in order. A fault in one sequence is answered
+    with the same `sequence_id`, in order; those of one message (`more`) in one
+    message. A fault in one sequence is answered
     in its own `error` and leaves the others alone.
     """
 
@@ -162,7 +164,8 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         and ends when its `append` with `is_last` has been answered, when a stop
         string matched, or with `close`; its state is freed then, and all state is
         freed when the call ends. Each `append` is answered by exactly one response
-        with the same `sequence_id`, in order. A fault in one sequence is answered
+        with the same `sequence_id`, in order; those of one message (`more`) in one
+        message. A fault in one sequence is answered
         in its own `error` and leaves the others alone.
         """
 

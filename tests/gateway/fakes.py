@@ -45,6 +45,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     num_encodes: int = 0
     num_calls: int = 0
     # Of the latest Detokenize call.
+    num_messages: int = 0
     num_answers: int = 0
     num_open: int = 0
     default_sampling_params: types_pb2.SamplingParams = field(
@@ -96,28 +97,38 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> AsyncGenerator[tokenizer_pb2.DetokenizeResponse, None]:
         self.num_calls += 1
         sequences: dict[int, _Text] = {}
-        self.num_answers = 0
+        self.num_answers = self.num_messages = 0
         try:
             async for request in request_iterator:
-                match request.WhichOneof("event"):
-                    case "open":
-                        sequences[request.sequence_id] = _Text(request.open)
-                        self.traceparents.append(request.open.traceparent)
-                        self.num_open += 1
-                    case "close":
-                        if sequences.pop(request.sequence_id, None) is not None:
-                            self.num_open -= 1
-                    case "append":
-                        self.num_answers += 1
-                        if self.break_after is not None and self.num_answers > self.break_after:
-                            self.break_after = None
-                            raise WorkerUnavailable("tokenizer restarts")
-                        response = self._append(sequences, request)
-                        if self.error_from is not None and self.num_answers >= self.error_from:
-                            response.error = "scripted"
-                        yield response
+                self.num_messages += 1
+                answers = [self._answer(sequences, event) for event in (request, *request.more)]
+                if responses := [answer for answer in answers if answer is not None]:
+                    responses[0].more.extend(responses[1:])
+                    yield responses[0]
         finally:
             self.num_open -= len(sequences)
+
+    def _answer(
+        self, sequences: dict[int, "_Text"], request: tokenizer_pb2.DetokenizeRequest
+    ) -> tokenizer_pb2.DetokenizeResponse | None:
+        match request.WhichOneof("event"):
+            case "open":
+                sequences[request.sequence_id] = _Text(request.open)
+                self.traceparents.append(request.open.traceparent)
+                self.num_open += 1
+            case "close":
+                if sequences.pop(request.sequence_id, None) is not None:
+                    self.num_open -= 1
+            case "append":
+                self.num_answers += 1
+                if self.break_after is not None and self.num_answers > self.break_after:
+                    self.break_after = None
+                    raise WorkerUnavailable("tokenizer restarts")
+                response = self._append(sequences, request)
+                if self.error_from is not None and self.num_answers >= self.error_from:
+                    response.error = "scripted"
+                return response
+        return None
 
     def _append(
         self, sequences: dict[int, "_Text"], request: tokenizer_pb2.DetokenizeRequest

@@ -77,6 +77,8 @@ async def test_sequences_share_one_call(mesh: FakeMesh) -> None:
 
     assert words == [f"word {i}" for i in range(20)]
     assert mesh.tokenizer.num_calls == calls + 1
+    # What comes up together travels together.
+    assert mesh.tokenizer.num_messages < mesh.tokenizer.num_answers
 
 
 async def test_left_sequence_is_closed(mesh: FakeMesh) -> None:

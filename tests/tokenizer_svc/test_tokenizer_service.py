@@ -391,6 +391,30 @@ async def test_answers_keep_the_order_of_appends_sent_ahead(stub: Stub) -> None:
     await sequences.finish()
 
 
+async def test_events_of_one_message_are_answered_in_one_and_fail_alone(stub: Stub) -> None:
+    call = stub.Detokenize()
+    opens = [Request(sequence_id=i, open=Request.Open(model="bytes")) for i in (1, 2)]
+    appends = [
+        Request(sequence_id=i, append=Request.Append(token_ids=ids(text)))
+        for i, text in ((1, "one"), (3, "nobody opened"), (2, "two"), (1, "more"))
+    ]
+    opens[0].more.extend([*opens[1:], *appends])
+
+    await call.write(opens[0])
+    response = await call.read()
+
+    assert isinstance(response, Response)
+    answers = [response, *response.more]
+    assert [(answer.sequence_id, answer.text) for answer in answers] == [
+        (1, "one"),
+        (3, ""),
+        (2, "two"),
+        (1, "more"),
+    ]
+    assert [bool(answer.error) for answer in answers] == [False, True, False, False]
+    call.cancel()
+
+
 # TK-13, TK-17
 async def test_a_stop_string_ends_the_sequence_and_counts_its_tokens(stub: Stub) -> None:
     sequences = Sequences(stub)
