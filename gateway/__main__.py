@@ -6,6 +6,7 @@ import uvloop
 
 from gateway.app import run
 from gateway.config import GatewayConfig
+from gateway.keys.model import KeyBookError
 from gateway.rules.loader import RulesInvalid
 from mesh import config, metrics, telemetry
 
@@ -23,6 +24,9 @@ def main() -> None:
         uvloop.run(run(settings))
     except RulesInvalid as error:
         print(f"gateway: the rules file is invalid\n{error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyBookError as error:
+        print(f"gateway: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -11,6 +11,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -19,8 +20,10 @@ from gateway.core import Core, open_core
 from gateway.errors import to_answer
 from gateway.http_protocol import http_protocol
 from gateway.inference import InferenceServicer
+from gateway.keys.access import KeyMiddleware
 from gateway.middleware import DisconnectMiddleware, RequestIdMiddleware
 from gateway.routes import build_routes
+from gateway.rules.engine import ACTIONS_HEADER
 from mesh.errors import MeshError, WorkerUnavailable
 from mesh.server import MeshServer, serve
 from mesh.v1 import inference_pb2, inference_pb2_grpc
@@ -30,15 +33,43 @@ logger = logging.getLogger(__name__)
 # Of the time to drain, kept for telling those who are still waiting.
 _FAREWELL_S = 1.0
 _BACKLOG = 2048
+# To scripts of other sites, where `cors_origins` lets them call.
+_EXPOSED_HEADERS = [
+    "x-request-id",
+    "retry-after",
+    "server-timing",
+    ACTIONS_HEADER,
+    *(
+        f"x-ratelimit-{what}-{kind}"
+        for what in ("limit", "remaining", "reset")
+        for kind in ("requests", "tokens")
+    ),
+]
 
 
 def build_app(core: Core) -> Starlette:
     """The ASGI application."""
     return Starlette(
         routes=build_routes(core),
-        middleware=[Middleware(RequestIdMiddleware), Middleware(DisconnectMiddleware)],
+        middleware=_middleware(core),
         exception_handlers={HTTPException: _answer_error, MeshError: _answer_error},
     )
+
+
+def _middleware(core: Core) -> list[Middleware]:
+    """From the outside in."""
+    outermost = [Middleware(RequestIdMiddleware)]
+    if origins := core.config.cors_origins:
+        # Outside of keys: a browser asks for permission without one.
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED_HEADERS,
+        )
+        outermost.append(cors)
+    return [*outermost, Middleware(KeyMiddleware, keys=core.keys), Middleware(DisconnectMiddleware)]
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -59,7 +90,9 @@ class RestServer:
                 port=config.port,
                 http=http_protocol(
                     max_header_bytes=config.max_header_bytes,
+                    header_timeout_s=config.header_timeout_s,
                     client_timeout_s=config.client_timeout_s,
+                    max_connections=config.max_connections,
                 ),
                 ws="none",
                 lifespan="off",
@@ -116,10 +149,10 @@ class _Server(uvicorn.Server):
 
 
 async def run(config: GatewayConfig) -> None:
-    """Serve until a signal, then drain. Raises RulesInvalid."""
+    """Serve until a signal, then drain. Raises RulesInvalid, or KeyBookError."""
     async with open_core(config) as core:
         if config.rules_path is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, core.rules.reload)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, core.rules.reload_soon)
         rest = RestServer(core)
         server = MeshServer(config.inference_listen)
         server.add(

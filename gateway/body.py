@@ -1,5 +1,6 @@
 """Request bodies: bounded, and JSON without the parts on which parsers disagree."""
 
+import asyncio
 import json
 import math
 import re
@@ -9,7 +10,8 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from gateway.errors import BodyTooLarge, UnsupportedMediaType
+from gateway.errors import BodyTooLarge, BodyTooSlow, UnsupportedMediaType
+from mesh import metrics
 from mesh.errors import InvalidRequest
 
 MAX_DEPTH = 100
@@ -21,12 +23,21 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes:
+async def read_body(headers: Headers, receive: Receive, max_bytes: int, timeout_s: float) -> bytes:
     """The whole body; refused before it is read when it announces too much."""
     _check_media_type(headers)
     announced = headers.get("content-length")
     if announced is not None and announced.isdecimal() and int(announced) > max_bytes:
         raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read_parts(receive, max_bytes)
+    except TimeoutError:
+        metrics.REFUSALS.add(1, {"reason": "slow_body"})
+        raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s") from None
+
+
+async def _read_parts(receive: Receive, max_bytes: int) -> bytes:
     parts: list[bytes] = []
     num_bytes = 0
     while True:

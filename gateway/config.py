@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
 from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, model_validator
+from pydantic_settings import NoDecode
 
-from mesh.config import Address, Addresses, ServiceConfig
+from mesh.config import Address, Addresses, ServiceConfig, split_commas
+
+Origins = Annotated[list[str], NoDecode, BeforeValidator(split_commas)]
 
 # What OpenTelemetry's variable may say besides a truth value, and whether spans get the text.
 _CAPTURE_MODES = {
@@ -40,12 +43,40 @@ class GatewayConfig(ServiceConfig):
     allow_unauthenticated: bool = Field(
         False, description="serve on an interface that others can reach, though there are no keys"
     )
+    keys_path: Path | None = Field(
+        None,
+        description="file of API keys, see `pdmesh key`; once it exists, callers need a key",
+    )
+    keys_in_redis: bool = Field(
+        False, description="API keys are in Redis instead of a file; callers need one in any case"
+    )
+    keys_check_interval_s: float = Field(
+        1.0, gt=0, description="seconds between looks at whether API keys have changed"
+    )
+    cors_origins: Origins = Field(
+        [],
+        description="web origins whose pages may call the API (`https://app.example`; `*` is any); "
+        "none by default",
+    )
+
+    limits_local_share: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="part of each rate limit that one gateway allows by itself while Redis does "
+        "not answer; 0 refuses callers that have limits",
+    )
+    limits_default_output_tokens: int = Field(
+        256,
+        ge=1,
+        description="tokens that a request reserves for its answer where it names no maximum",
+    )
 
     rules_path: Path | None = Field(
         None, description="file of parameter rules, see `pdmesh rules`; none without it"
     )
     rules_check_interval_s: float = Field(
-        1.0, ge=0, description="seconds between looks at whether the rules file has changed"
+        1.0, gt=0, description="seconds between looks at whether the rules file has changed"
     )
 
     max_body_bytes: int = Field(10 * 1024 * 1024, ge=1024, description="largest request body")
@@ -63,6 +94,20 @@ class GatewayConfig(ServiceConfig):
     )
     stall_timeout_s: float = Field(
         20.0, gt=0, description="longest silence between two tokens before a worker counts as hung"
+    )
+    max_connections: int = Field(
+        4096, ge=1, description="open connections; more are answered 503 and closed"
+    )
+    max_concurrent_requests: int = Field(
+        1024,
+        ge=1,
+        description="generations at a time, streams or not; more are answered 429 at once",
+    )
+    header_timeout_s: float = Field(
+        10.0, gt=0, description="longest time that the head of a request may take to arrive"
+    )
+    body_timeout_s: float = Field(
+        60.0, gt=0, description="longest time that the body of a request may take to arrive"
     )
     client_timeout_s: float = Field(
         60.0, gt=0, description="longest time a client may leave a full send buffer unread"
@@ -91,7 +136,9 @@ class GatewayConfig(ServiceConfig):
     )
 
     dashboard_key: SecretStr | None = Field(
-        None, description="needed to see /dashboard; without it, only this machine may"
+        None,
+        description="opens /dashboard, as an admin API key does; with neither, only this machine "
+        "may look",
     )
     dashboard_requests: int = Field(
         500, ge=1, le=100_000, description="finished requests that /dashboard remembers"
@@ -99,12 +146,27 @@ class GatewayConfig(ServiceConfig):
 
     @model_validator(mode="after")
     def _refuse_strangers(self) -> Self:
-        if not self.allow_unauthenticated and not _is_loopback(self.host):
+        if not (self.allow_unauthenticated or self.has_keys or _is_loopback(self.host)):
             raise ValueError(
                 f"host {self.host!r} can be reached from other machines and there are no API keys: "
-                "use 127.0.0.1, or set allow_unauthenticated"
+                "make one with `pdmesh key add NAME` (see keys_path), use 127.0.0.1, or set "
+                "allow_unauthenticated"
             )
         return self
+
+    @model_validator(mode="after")
+    def _refuse_two_stores(self) -> Self:
+        if self.keys_in_redis and self.keys_path is not None and self.keys_path.exists():
+            raise ValueError(
+                f"keys_in_redis is set and there are keys in {self.keys_path}: keep them in one "
+                "place"
+            )
+        return self
+
+    @property
+    def has_keys(self) -> bool:
+        """Callers need a key from the start."""
+        return self.keys_in_redis or (self.keys_path is not None and self.keys_path.exists())
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,21 +1,38 @@
 """Everything behind the two front doors, REST and gRPC, wired together."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from gateway.body import read_body
 from gateway.config import GatewayConfig
 from gateway.dashboard.recent import RecentRequests
 from gateway.detokenize import Detokenizer
+from gateway.generation import GenerationRequest
 from gateway.health import HealthMonitor
 from gateway.in_flight import InFlight
+from gateway.keys.model import Caller
+from gateway.keys.ring import KeyRing
+from gateway.keys.stores import FileStore, KeyStore, RedisStore
+from gateway.limits.estimate import estimate_tokens
+from gateway.limits.limiter import Limiter
 from gateway.pipeline import Pipeline
 from gateway.placement import Scheduler
+from gateway.record import RequestRecord
 from gateway.rules.source import RuleSource
 from gateway.token_source import Workers
 from gateway.tokenizer import ModelCatalog, Tokenizer
 from mesh import metrics
 from mesh.client import Channels, connect
+from mesh.errors import MeshError
+from mesh.redis_client import MeshRedis, connect_redis
+
+# Longer than others wait: a busy moment of this process should not look like a Redis that is
+# gone, for then every gateway would decide about limits alone.
+_REDIS_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -24,6 +41,8 @@ class Core:
 
     config: GatewayConfig
     rules: RuleSource
+    keys: KeyRing
+    limits: Limiter
     tokenizer: Tokenizer
     catalog: ModelCatalog
     pipeline: Pipeline
@@ -31,15 +50,51 @@ class Core:
     in_flight: InFlight
     recent: RecentRequests
 
+    async def read_body(self, headers: Headers, receive: Receive) -> bytes:
+        """The body of a request, within the bounds of the settings."""
+        return await read_body(
+            headers, receive, self.config.max_body_bytes, self.config.body_timeout_s
+        )
+
+    @asynccontextmanager
+    async def admitted(
+        self, caller: Caller, generation: GenerationRequest, record: RequestRecord
+    ) -> AsyncIterator[Mapping[str, str]]:
+        """Hold what the caller's limits allow; the headers that tell what is left of them."""
+        num_tokens = estimate_tokens(generation, self.config.limits_default_output_tokens)
+        async with self.limits.admitted(caller, num_tokens) as admission:
+            has_failed = False
+            try:
+                yield admission.headers
+            except MeshError:
+                has_failed = True
+                raise
+            finally:
+                counts = record.counts()
+                # Who got nothing pays nothing; but a client that left has cost something.
+                if counts.completion_tokens or not has_failed:
+                    admission.num_used = counts.prompt_tokens + counts.completion_tokens
+
 
 @asynccontextmanager
 async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
     """Connect to the mesh; everything is closed again when the context is left.
 
-    Raises RulesInvalid.
+    Raises RulesInvalid, or KeyBookError.
     """
-    rules = RuleSource(config.rules_path, check_interval_s=config.rules_check_interval_s)
     async with AsyncExitStack() as stack:
+        rules = await stack.enter_async_context(
+            RuleSource(config.rules_path, check_interval_s=config.rules_check_interval_s)
+        )
+        # Connects when it is first needed: by keys or by limits.
+        redis = connect_redis(config.redis_url, timeout_s=_REDIS_TIMEOUT_S)
+        stack.push_async_callback(redis.aclose)
+        keys = await stack.enter_async_context(
+            KeyRing(_key_store(config, redis), check_interval_s=config.keys_check_interval_s)
+        )
+        limits = await stack.enter_async_context(
+            Limiter(redis, local_share=config.limits_local_share)
+        )
         tokenizer_channel = connect(config.tokenizer_addresses)
         stack.push_async_callback(tokenizer_channel.close)
         scheduler_channel = connect(config.scheduler_addresses)
@@ -65,11 +120,13 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
                 stall_s=config.health_stall_s,
             )
         )
-        in_flight = InFlight()
+        in_flight = InFlight(config.max_concurrent_requests)
         stack.callback(metrics.NUM_STREAMS.watch(lambda: in_flight.num_requests))
         yield Core(
             config=config,
             rules=rules,
+            keys=keys,
+            limits=limits,
             tokenizer=tokenizer,
             catalog=catalog,
             pipeline=Pipeline(
@@ -84,3 +141,9 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
             in_flight=in_flight,
             recent=RecentRequests(config.dashboard_requests),
         )
+
+
+def _key_store(config: GatewayConfig, redis: MeshRedis) -> KeyStore | None:
+    if config.keys_in_redis:
+        return RedisStore(redis)
+    return None if config.keys_path is None else FileStore(config.keys_path)

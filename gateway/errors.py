@@ -1,11 +1,13 @@
 """Failures as OpenAI's clients see them; the only file with HTTP status codes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
 
+from gateway.limits.refusal import LimitExceeded
 from mesh.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -16,6 +18,7 @@ from mesh.errors import (
     MessageTooLarge,
     ModelNotFound,
     QueueFull,
+    RateLimited,
     Unauthenticated,
     UnsupportedParameter,
     WorkerUnavailable,
@@ -28,10 +31,13 @@ UNHEALTHY = 503
 
 # Refusals made before a request has a body that could be understood.
 INVALID_HTTP = 400
+UNAUTHENTICATED = 401
 NOT_FOUND = 404
 METHOD_NOT_ALLOWED = 405
+REQUEST_TIMEOUT = 408
 TOO_MANY_REQUESTS = 429
 HEADERS_TOO_LARGE = 431
+OVERLOADED = 503
 
 _DEFAULT_RETRY_AFTER_S = 1.0
 _UNAVAILABLE = "No worker can take this request at the moment. Please try again."
@@ -44,6 +50,14 @@ class BodyTooLarge(InvalidRequest):
 
 class UnsupportedMediaType(InvalidRequest):
     """The body is something other than JSON."""
+
+
+class BodyTooSlow(InvalidRequest):
+    """The body did not arrive in time."""
+
+
+class NotAdmin(Unauthenticated):
+    """The key is right, but what it asks for needs an admin key."""
 
 
 class RequestRejected(InvalidRequest):
@@ -70,18 +84,21 @@ _UNAVAILABLE_ROW = _Row(503, "service_unavailable_error", message=_UNAVAILABLE, 
 
 # The first class that fits counts, so subclasses stand before their bases.
 _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
+    (BodyTooSlow, _Row(REQUEST_TIMEOUT, "invalid_request_error", "request_timeout")),
     (BodyTooLarge, _Row(413, "invalid_request_error", "request_too_large")),
     (UnsupportedMediaType, _Row(415, "invalid_request_error", "unsupported_media_type")),
     (UnsupportedParameter, _Row(400, "invalid_request_error", "unsupported_parameter")),
     (ContextLengthExceeded, _Row(400, "invalid_request_error", "context_length_exceeded")),
     (MessageTooLarge, _Row(413, "invalid_request_error", "request_too_large")),
     (InvalidRequest, _Row(400, "invalid_request_error")),
+    (NotAdmin, _Row(403, "invalid_request_error", "admin_key_required")),
     (Unauthenticated, _Row(401, "invalid_request_error", "invalid_api_key")),
     (ModelNotFound, _Row(404, "invalid_request_error", "model_not_found")),
     (
         QueueFull,
         _Row(429, "rate_limit_error", "queue_full", retry_after_s=_DEFAULT_RETRY_AFTER_S),
     ),
+    (RateLimited, _Row(TOO_MANY_REQUESTS, "requests", "rate_limit_exceeded")),
     (KvLeaseExpired, _UNAVAILABLE_ROW),
     (KvTransferFailed, _UNAVAILABLE_ROW),
     (
@@ -114,13 +131,16 @@ def to_answer(error: Exception) -> ErrorAnswer:
         return _http_answer(error)
     if isinstance(error, RequestRejected):
         return _rejection_answer(error)
+    if isinstance(error, LimitExceeded):
+        return _limit_answer(error)
     row = next((row for kind, row in _TABLE if isinstance(error, kind)), _INTERNAL_ROW)
-    headers = {}
+    # HTTP wants to be told how to authenticate.
+    headers = {"www-authenticate": "Bearer"} if row.status == UNAUTHENTICATED else {}
     retry_after_s = error.retry_after_s if isinstance(error, MeshError) else None
     if retry_after_s is None:
         retry_after_s = row.retry_after_s
     if retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(retry_after_s)))
+        headers["retry-after"] = retry_after(retry_after_s)
     return ErrorAnswer(
         status=row.status,
         body=envelope(
@@ -133,6 +153,11 @@ def to_answer(error: Exception) -> ErrorAnswer:
     )
 
 
+def retry_after(seconds: float) -> str:
+    """Whole seconds, and never too few: who waits for so long should find what was promised."""
+    return str(max(1, math.ceil(seconds)))
+
+
 def envelope(
     message: str,
     *,
@@ -142,6 +167,14 @@ def envelope(
 ) -> dict[str, Any]:
     """OpenAI's error object."""
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def _limit_answer(error: LimitExceeded) -> ErrorAnswer:
+    headers = dict(error.headers)
+    if error.retry_after_s is not None:
+        headers["retry-after"] = retry_after(error.retry_after_s)
+    body = envelope(str(error), type=error.type, code="rate_limit_exceeded")
+    return ErrorAnswer(TOO_MANY_REQUESTS, body, headers)
 
 
 def _rejection_answer(error: RequestRejected) -> ErrorAnswer:

@@ -18,6 +18,11 @@ class FinishedRequest:
     operation: str
     # Empty unless it is one of ours.
     model: str
+    # The caller's API key by its name, and its group; empty without keys.
+    key: str
+    key_group: str
+    # What parameter rules did: kinds and paths, no values.
+    param_actions: str
     is_stream: bool
     # Seconds since the epoch.
     started_at: float
@@ -84,6 +89,10 @@ class FinishedRequest:
                 "kv_transfer_bytes": self.kv_transfer_bytes,
                 "preemptions": self.num_preemptions,
             }
+        if self.key:
+            line |= {"key": self.key, "key_group": self.key_group}
+        if self.param_actions:
+            line["param_actions"] = self.param_actions
         if self.error is not None:
             line["error"] = self.error
         return line
@@ -110,6 +119,11 @@ class FinishedRequest:
             attributes[f"pdmesh.stage.{name}_ms"] = duration_ms
         if self.ttft_ms is not None:
             attributes["gen_ai.latency.time_to_first_token"] = self.ttft_ms / 1000
+        if self.key:
+            attributes["pdmesh.key"] = self.key
+            attributes["pdmesh.key_group"] = self.key_group
+        if self.param_actions:
+            attributes["pdmesh.param_actions"] = self.param_actions
         if self.error is not None:
             attributes["error.type"] = self.error
         return attributes

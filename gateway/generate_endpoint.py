@@ -8,14 +8,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from gateway.answers import EventStream, WholeAnswer, send_json
-from gateway.body import read_body
 from gateway.choices import Choices
 from gateway.core import Core
 from gateway.errors import to_answer
 from gateway.generation import Deadline, Job
-from gateway.middleware import CLIENT_REQUEST_ID
+from gateway.keys.access import caller_of
+from gateway.middleware import ANSWER_HEADERS, CLIENT_REQUEST_ID
 from gateway.openai.api import Api, ApiRequest
-from gateway.param_rules import read_ruled
+from gateway.param_rules import PARAM_ACTIONS, read_ruled
 from gateway.record import RequestRecord
 from gateway.service_class import ttft_objective_ms
 from mesh.errors import MeshError
@@ -43,6 +43,7 @@ class GenerateEndpoint:
             recent=self._core.recent,
             keeps_content=self._core.config.trace_content,
         )
+        record.caller = caller_of(scope)
         with self._core.in_flight.request(), span("gateway.request", kind=SpanKind.SERVER) as root:
             outcome: BaseException | None = None
             try:
@@ -58,25 +59,30 @@ class GenerateEndpoint:
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
     ) -> Exception | None:
         """Answer, whatever happens; returns the failure that the client was told."""
+        caller = record.caller
         deadline = Deadline(self._core.config.request_timeout_s)
         answer: EventStream | WholeAnswer | None = None
         try:
-            body = await read_body(Headers(scope=scope), receive, self._core.config.max_body_bytes)
+            self._core.in_flight.check_room()
+            body = await self._core.read_body(Headers(scope=scope), receive)
             request, answered_model = self._validate(scope, body, record)
-            model = await self._core.catalog.get(request.model)
+            model = await self._core.catalog.get(request.model, caller)
             record.model, record.is_stream = model.name, request.is_stream()
             generation = replace(
                 request.generation(model),
                 ttft_objective_ms=ttft_objective_ms(Headers(scope=scope)),
+                tenant=caller.group,
             )
-            groups = await self._core.pipeline.prepare(
-                record.request_id, generation, model, deadline, record.timeline
-            )
-            record.serve(groups)
-            answer = self._answer(request, answered_model, record, groups)
-            async with Choices(self._core.pipeline, groups).start() as choices:
-                with self._core.in_flight.running(choices):
-                    await answer.send(choices, send)
+            async with self._core.admitted(caller, generation, record) as headers:
+                scope[ANSWER_HEADERS] = headers
+                groups = await self._core.pipeline.prepare(
+                    record.request_id, generation, model, deadline, record.timeline
+                )
+                record.serve(groups)
+                answer = self._answer(request, answered_model, record, groups)
+                async with Choices(self._core.pipeline, groups).start() as choices:
+                    with self._core.in_flight.running(choices):
+                        await answer.send(choices, send)
         except ClientDisconnect:
             raise
         except Exception as error:
@@ -91,7 +97,10 @@ class GenerateEndpoint:
         """The request after rules, and the model's name for the answer."""
         record.timeline.enter(types_pb2.STAGE_RULES)
         with span("gateway.rules"):
-            ruled = read_ruled(self._core.rules.current(), scope, body)
+            try:
+                ruled = read_ruled(self._core.rules.current(), scope, body)
+            finally:
+                record.param_actions = scope.get(PARAM_ACTIONS, "")
             request = self._api.parse(ruled.payload)
         return request, ruled.answered_model(request.model)
 

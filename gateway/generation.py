@@ -64,6 +64,8 @@ class GenerationRequest:
     priority_class: PriorityClass = PriorityClass.ONLINE
     # Refused at once when its first token could not come within this; 0: the scheduler's own.
     ttft_objective_ms: int = 0
+    # Whose turn it is in the scheduler's queue: the group of the caller's key.
+    tenant: str = ""
     # The parameter that holds the prompt, for error messages.
     prompt_param: str | None = None
 

@@ -5,12 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gateway.choices import Choices
+from mesh import metrics
+from mesh.errors import QueueFull
+
+_RETRY_AFTER_S = 1.0
 
 
 class InFlight:
     """Every request from its first byte to its last."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
         self._num_requests = 0
         self._choices: set[Choices] = set()
         self._failure: Exception | None = None
@@ -32,6 +37,14 @@ class InFlight:
             self._num_requests -= 1
             if self._num_requests == 0:
                 self._is_idle.set()
+
+    def check_room(self) -> None:
+        """Raise QueueFull when this request, already counted, is one too many."""
+        if self._num_requests > self._max_requests:
+            metrics.REFUSALS.add(1, {"reason": "too_many_requests"})
+            raise QueueFull(
+                f"{self._max_requests} requests are being answered", retry_after_s=_RETRY_AFTER_S
+            )
 
     @contextmanager
     def running(self, choices: Choices) -> Iterator[Choices]:

@@ -1,7 +1,8 @@
 """InferenceService: the pipeline for internal callers."""
 
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -19,11 +20,13 @@ from gateway.generation import (
     TextPrompt,
     TokenPrompt,
 )
+from gateway.inference_rules import apply_rules, read_payload
 from gateway.record import RequestRecord
+from gateway.rules.engine import ACTIONS_HEADER
 from mesh.client import remaining_s
 from mesh.errors import InvalidRequest
-from mesh.telemetry import SpanKind, request_id_var, start_span, use_span
-from mesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from mesh.telemetry import SpanKind, request_id_var, span, start_span, use_span
+from mesh.v1 import inference_pb2, inference_pb2_grpc, tokenizer_pb2, types_pb2
 
 _MAX_ID_CHARS = 128
 
@@ -55,15 +58,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             with self._core.in_flight.request():
                 with use_span(root):
-                    job = await self._prepare(request, record, context)
-                    choices = Choices(self._core.pipeline, [[job]]).start()
-                async with choices:
-                    with self._core.in_flight.running(choices):
-                        while (item := await choices.next()) is not None:
-                            record.note(item.index, item.delta)
-                            finish = item.delta.finish
-                            if item.delta.text or item.delta.token_ids:
-                                yield _to_response(item.delta)
+                    model, generation = await self._validate(request, record, context)
+                async with self._core.admitted(record.caller, generation, record) as headers:
+                    with use_span(root):
+                        context.set_trailing_metadata(_trailing(record, headers))
+                        job = await self._prepare(model, generation, record, context)
+                        choices = Choices(self._core.pipeline, [[job]]).start()
+                    async with choices:
+                        with self._core.in_flight.running(choices):
+                            while (item := await choices.next()) is not None:
+                                record.note(item.index, item.delta)
+                                finish = item.delta.finish
+                                if item.delta.text or item.delta.token_ids:
+                                    yield _to_response(item.delta)
         except BaseException as error:
             outcome = error
             raise
@@ -73,19 +80,52 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         assert finish is not None, "choices end with a finish or raise"
         yield _finished(finish, job, record)
 
-    async def _prepare(
+    async def _validate(
         self, request: inference_pb2.GenerateRequest, record: RequestRecord, context: Context
-    ) -> Job:
+    ) -> tuple[tokenizer_pb2.ModelInfo, GenerationRequest]:
+        """Who asks, and for what after rules: the same as over HTTP."""
+        core = self._core
+        core.in_flight.check_room()
         record.timeline.enter(types_pb2.STAGE_RULES)
-        catalog = self._core.catalog
-        model = await (catalog.get(request.model) if request.model else catalog.default())
+        metadata = [
+            (name, value)
+            for name, value in context.invocation_metadata() or ()
+            if isinstance(value, str)
+        ]
+        caller = record.caller = core.keys.authenticate(
+            [value for name, value in metadata if name == "authorization"]
+        )
+        with span("gateway.rules"):
+            ruled = apply_rules(core.rules.current(), request, metadata, record)
+        catalog = core.catalog
+        model = await (catalog.get(ruled.model, caller) if ruled.model else catalog.default(caller))
         record.model = model.name
+        generation = (
+            _to_generation(request)
+            if ruled.payload is None
+            else read_payload(ruled.payload, request, model.name)
+        )
+        return model, replace(generation, tenant=caller.group)
+
+    async def _prepare(
+        self,
+        model: tokenizer_pb2.ModelInfo,
+        generation: GenerationRequest,
+        record: RequestRecord,
+        context: Context,
+    ) -> Job:
         deadline = Deadline(remaining_s(context, self._core.config.request_timeout_s))
         groups = await self._core.pipeline.prepare(
-            record.request_id, _to_generation(request), model, deadline, record.timeline
+            record.request_id, generation, model, deadline, record.timeline
         )
         record.serve(groups)
         return groups[0][0]
+
+
+def _trailing(record: RequestRecord, headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """What the headers of an HTTP answer say."""
+    actions = {ACTIONS_HEADER: record.param_actions} if record.param_actions else {}
+    return tuple({**actions, **headers}.items())
 
 
 def _to_generation(request: inference_pb2.GenerateRequest) -> GenerationRequest:

@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 # Where the ASGI scope keeps the id that the client sent, if it sent a sane one.
 CLIENT_REQUEST_ID = "pdmesh.client_request_id"
 
+# Where the ASGI scope keeps headers for the answer, whatever the answer becomes.
+ANSWER_HEADERS = "pdmesh.answer_headers"
+
 _SANE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -28,8 +31,8 @@ class RequestIdMiddleware:
     """Gives each request an id of its own and answers with the client's, if that is sane.
 
     Clients reuse their ids, so ours alone goes into the mesh. Every answer also says what
-    rules did to the request. And this is the last resort: no failure leaves here without
-    an answer in OpenAI's form.
+    rules did to the request and what is left of its caller's limits. And this is the last
+    resort: no failure leaves here without an answer in OpenAI's form.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -53,6 +56,7 @@ class RequestIdMiddleware:
                 headers["x-request-id"] = answered_id
                 if actions := scope.get(PARAM_ACTIONS):
                     headers[ACTIONS_HEADER] = actions
+                headers.update(scope.get(ANSWER_HEADERS, {}))
             await send(message)
 
         if answered_id != request_id:

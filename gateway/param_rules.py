@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from opentelemetry import trace
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from gateway.body import parse_object
 from gateway.errors import RequestRejected
-from gateway.rules.engine import RuleRequest, actions_header, apply
+from gateway.keys.access import caller_of
+from gateway.rules.engine import Outcome, RuleRequest, actions_header, apply
 from gateway.rules.model import RuleSet
 
 # Where the ASGI scope keeps what rules did, for the response header of the same meaning.
@@ -31,18 +31,31 @@ class RuledBody:
 
 
 def read_ruled(rules: RuleSet, scope: Scope, body: bytes) -> RuledBody:
-    """Apply `rules`. What they did is noted in `scope` and on the current span.
+    """Apply `rules` to an HTTP request. What they did is noted in `scope`.
 
     Raises RequestRejected for a rule, InvalidRequest for a body that is not a JSON object.
     """
     sent = parse_object(body)
     if not rules.rules:
         return RuledBody(sent, sent)
-    headers = Headers(scope=scope).items()
-    outcome = apply(rules, RuleRequest(body, sent, scope["path"], headers))
+    caller = caller_of(scope)
+    request = RuleRequest(
+        body,
+        sent,
+        scope["path"],
+        Headers(scope=scope).items(),
+        key=caller.key,
+        key_group=caller.group,
+    )
+    outcome = apply(rules, request)
     if outcome.actions:
         scope[PARAM_ACTIONS] = actions_header(outcome.actions)
-        trace.get_current_span().set_attribute(PARAM_ACTIONS, scope[PARAM_ACTIONS])
+    raise_if_rejected(outcome)
+    return RuledBody(sent if outcome.body is body else parse_object(outcome.body), sent)
+
+
+def raise_if_rejected(outcome: Outcome) -> None:
+    """Raise RequestRejected where a rule refuses the request."""
     if (rejection := outcome.rejection) is not None:
         raise RequestRejected(
             rejection.message,
@@ -50,4 +63,3 @@ def read_ruled(rules: RuleSet, scope: Scope, body: bytes) -> RuledBody:
             code=rejection.code,
             param=rejection.param,
         )
-    return RuledBody(sent if outcome.body is body else parse_object(outcome.body), sent)

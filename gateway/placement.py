@@ -204,5 +204,6 @@ def _admit(job: Job, excluded_worker_ids: Collection[str]) -> scheduler_pb2.Plac
             priority=job.request.priority,
             priority_class=_CLASSES[job.request.priority_class],
             ttft_objective_ms=job.request.ttft_objective_ms,
+            tenant=job.request.tenant,
         )
     )

@@ -14,6 +14,7 @@ from gateway.errors import CLIENT_CLOSED_REQUEST, OK, to_answer
 from gateway.finished import FinishedRequest, stage_name
 from gateway.genai import Content, request_attributes
 from gateway.generation import Delta, Job, JobTrace
+from gateway.keys.model import ANYONE
 from gateway.openai.api import FINISH_REASONS
 from gateway.request_metrics import measure
 from gateway.timeline import Stage, Timeline
@@ -56,6 +57,9 @@ class RequestRecord:
         # The name a client sent may be anything: it is noted once it is one of ours.
         self.model = ""
         self.is_stream = False
+        # What parameter rules did, as the response header says it.
+        self.param_actions = ""
+        self.caller = ANYONE
         self._recent = recent
         self._started_at = time.time()
         self._jobs: Sequence[Job] = ()
@@ -164,6 +168,9 @@ class RequestRecord:
             trace_id=trace.format_trace_id(context.trace_id) if context.is_valid else "",
             operation=self.operation,
             model=self.model,
+            key=self.caller.key,
+            key_group=self.caller.group,
+            param_actions=self.param_actions,
             is_stream=self.is_stream,
             started_at=self._started_at,
             status=status,

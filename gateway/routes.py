@@ -1,15 +1,19 @@
 """The HTTP surface: every URL that the gateway answers."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gateway.body import read_body
 from gateway.core import Core
 from gateway.dashboard.routes import dashboard_routes
 from gateway.errors import OK, UNHEALTHY, envelope
 from gateway.generate_endpoint import GenerateEndpoint
 from gateway.generation import Deadline
+from gateway.keys.access import caller_of
+from gateway.middleware import ANSWER_HEADERS
 from gateway.openai.chat import CHAT_API
 from gateway.openai.completions import COMPLETIONS_API
 from gateway.openai.models import model_list, model_object
@@ -45,14 +49,24 @@ class _PlainRoutes:
         self._core = core
 
     async def list_models(self, request: Request) -> Response:
-        return JSONResponse(model_list(await self._core.catalog.all()))
+        return JSONResponse(model_list(await self._core.catalog.all(caller_of(request.scope))))
 
     async def get_model(self, request: Request) -> Response:
-        return JSONResponse(model_object(await self._core.catalog.get(request.path_params["name"])))
+        name = request.path_params["name"]
+        model = await self._core.catalog.get(name, caller_of(request.scope))
+        return JSONResponse(model_object(model))
 
     async def tokenize(self, request: Request) -> Response:
+        async with self._admitted(request):
+            return await self._tokenize(request)
+
+    async def detokenize(self, request: Request) -> Response:
+        async with self._admitted(request):
+            return await self._detokenize(request)
+
+    async def _tokenize(self, request: Request) -> Response:
         parsed = parse_tokenize(await self._read_object(request))
-        model = await self._model(parsed.model)
+        model = await self._model(request, parsed.model)
         deadline = Deadline(self._core.config.encode_timeout_s)
         encoded = await self._core.tokenizer.encode(model.name, parsed.to_prompt(), deadline)
         token_bytes = None
@@ -63,9 +77,9 @@ class _PlainRoutes:
             token_bytes = decoded.token_bytes
         return JSONResponse(tokenize_answer(encoded.token_ids, model, token_bytes))
 
-    async def detokenize(self, request: Request) -> Response:
+    async def _detokenize(self, request: Request) -> Response:
         parsed = parse_detokenize(await self._read_object(request))
-        model = await self._model(parsed.model)
+        model = await self._model(request, parsed.model)
         if not all(token_id < model.vocab_size for token_id in parsed.tokens):
             raise InvalidRequest(
                 f"tokens holds an id outside the vocabulary of {model.vocab_size}", param="tokens"
@@ -90,10 +104,18 @@ class _PlainRoutes:
         return Response(body, media_type=content_type)
 
     async def _read_object(self, request: Request) -> dict[str, object]:
-        body = await read_body(request.headers, request.receive, self._core.config.max_body_bytes)
+        body = await self._core.read_body(request.headers, request.receive)
         return read_ruled(self._core.rules.current(), request.scope, body).payload
 
-    async def _model(self, name: str | None) -> tokenizer_pb2.ModelInfo:
+    async def _model(self, request: Request, name: str | None) -> tokenizer_pb2.ModelInfo:
+        caller = caller_of(request.scope)
         if name is None:
-            return await self._core.catalog.default()
-        return await self._core.catalog.get(name)
+            return await self._core.catalog.default(caller)
+        return await self._core.catalog.get(name, caller)
+
+    @asynccontextmanager
+    async def _admitted(self, request: Request) -> AsyncIterator[None]:
+        """Counts as a request, of no tokens: none is generated."""
+        async with self._core.limits.admitted(caller_of(request.scope), 0) as admission:
+            request.scope[ANSWER_HEADERS] = admission.headers
+            yield

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import grpc
 
 from gateway.generation import ChatPrompt, Deadline, TextPrompt
+from gateway.keys.model import ANYONE, Caller
 from mesh import metrics
 from mesh.client import mesh_errors
 from mesh.errors import MeshError, ModelNotFound
@@ -74,25 +75,29 @@ class ModelCatalog:
         self._models: dict[str, tokenizer_pb2.ModelInfo] = {}
         self._refreshed_at = float("-inf")
 
-    async def get(self, name: str) -> tokenizer_pb2.ModelInfo:
+    async def get(self, name: str, caller: Caller = ANYONE) -> tokenizer_pb2.ModelInfo:
         """The model of exactly this name."""
         if name not in self._models:
             await self._refresh_if_old()
         model = self._models.get(name)
-        if model is None:
-            raise ModelNotFound(f"The model {name[:200]!r} does not exist.", param="model")
+        if model is None or not caller.may_use(name):
+            # One answer for both: what others use is nobody's business.
+            raise ModelNotFound(
+                f"The model {name[:200]!r} does not exist or you do not have access to it.",
+                param="model",
+            )
         return model
 
-    async def default(self) -> tokenizer_pb2.ModelInfo:
-        """The first model: for callers that name none."""
-        models = await self.all()
+    async def default(self, caller: Caller = ANYONE) -> tokenizer_pb2.ModelInfo:
+        """The first model that the caller may use: for those who name none."""
+        models = await self.all(caller)
         if not models:
             raise ModelNotFound("No model is served.", param="model")
         return models[0]
 
-    async def all(self) -> list[tokenizer_pb2.ModelInfo]:
+    async def all(self, caller: Caller = ANYONE) -> list[tokenizer_pb2.ModelInfo]:
         await self._refresh_if_old()
-        return list(self._models.values())
+        return [model for model in self._models.values() if caller.may_use(model.name)]
 
     async def refresh(self, timeout_s: float = _LIST_TIMEOUT_S) -> None:
         """Ask the tokenizer; what was known stays known when it does not answer."""

@@ -74,7 +74,7 @@ def _check_log_level(value: str) -> str:
     return value.upper()
 
 
-def _split_commas(value: object) -> object:
+def split_commas(value: object) -> object:
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
@@ -82,7 +82,7 @@ def _split_commas(value: object) -> object:
 
 Address = Annotated[str, AfterValidator(_check_address)]
 # In the environment the addresses are separated by commas.
-Addresses = Annotated[list[Address], NoDecode, BeforeValidator(_split_commas)]
+Addresses = Annotated[list[Address], NoDecode, BeforeValidator(split_commas)]
 
 
 class _EnvSource(EnvSettingsSource):

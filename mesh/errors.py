@@ -95,6 +95,13 @@ class QueueFull(MeshError):
     reason = "QUEUE_FULL"
 
 
+class RateLimited(MeshError):
+    """The caller has used up what its key allows; `retry_after_s` says when there is more."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "RATE_LIMITED"
+
+
 class KvLeaseExpired(MeshError):
     """The blocks were reclaimed; the prompt must be computed again."""
 
@@ -144,6 +151,7 @@ _BY_REASON: dict[str, type[MeshError]] = {
         Unauthenticated,
         ModelNotFound,
         QueueFull,
+        RateLimited,
         KvLeaseExpired,
         KvTransferFailed,
         LayoutMismatch,

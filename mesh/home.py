@@ -71,6 +71,11 @@ class Home:
         return self.run / "topology.yaml"
 
     @property
+    def keys_file(self) -> Path:
+        """API keys of the gateway, without their secrets."""
+        return self.path / "keys.json"
+
+    @property
     def kv(self) -> Path:
         """KV blocks that outlive the mesh."""
         return self.path / "kv"

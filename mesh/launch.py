@@ -143,6 +143,7 @@ def _topology(
             "inference_listen": grpc_address,
             "tokenizer_addresses": [addresses["tokenizer-0"]],
             "scheduler_addresses": [addresses["scheduler-0"]],
+            "keys_path": str(home.keys_file),
         },
         "tokenizer": {"models": {options.model_name: str(options.model_path)}},
         "scheduler": {},

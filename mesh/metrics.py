@@ -132,6 +132,27 @@ REQUESTS = Counter(
     {"outcome": OUTCOMES, "error.type": REASONS, **_MODEL},
     service="gateway",
 )
+REFUSALS = Counter(
+    "pdmesh.gateway.refusals",
+    "{request}",
+    "Requests refused at the edge: by key, by limit, because too many are running, or for being "
+    "too slow",
+    {
+        "reason": Values(
+            "no_key",
+            "wrong_key",
+            "not_admin",
+            "requests",
+            "tokens",
+            "concurrency",
+            "too_many_requests",
+            "too_many_connections",
+            "slow_head",
+            "slow_body",
+        )
+    },
+    service="gateway",
+)
 FINISHED_CHOICES = Counter(
     "pdmesh.finished_choices",
     "{choice}",

@@ -64,6 +64,8 @@ SPANS = (
             "error.type",
             "pdmesh.request_id",
             "pdmesh.num_attempts",
+            "pdmesh.key",
+            "pdmesh.key_group",
             "pdmesh.param_actions",
             "pdmesh.stage.<stage>_ms",
         ),

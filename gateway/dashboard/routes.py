@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from gateway.core import Core
-from gateway.dashboard.access import COOKIE, check_access
+from gateway.dashboard.access import COOKIE, check_access, given_key
 from gateway.dashboard.live import live
 from gateway.dashboard.prefixes import Divergence
 from gateway.errors import NOT_FOUND
@@ -58,7 +58,7 @@ class _Dashboard:
 
     def guarded(self, handler: Handler) -> Handler:
         async def guarded(request: Request) -> Response:
-            check_access(request, self._key)
+            check_access(request, self._key, self._core.keys)
             response = await handler(request)
             response.headers.update(_HEADERS)
             return response
@@ -66,14 +66,18 @@ class _Dashboard:
         return guarded
 
     async def page(self, request: Request) -> Response:
-        if self._key is not None and "key" in request.query_params:
+        if self._asks_for_key and "key" in request.query_params:
             # The key leaves the address bar, and the history, for a cookie.
             response: Response = RedirectResponse("/dashboard")
             response.set_cookie(
-                COOKIE, self._key, httponly=True, samesite="strict", path="/dashboard"
+                COOKIE, given_key(request), httponly=True, samesite="strict", path="/dashboard"
             )
             return response
         return _file("index.html")
+
+    @property
+    def _asks_for_key(self) -> bool:
+        return self._key is not None or self._core.keys.is_required
 
     async def style(self, request: Request) -> Response:
         return _file("style.css")

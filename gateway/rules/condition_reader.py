@@ -23,6 +23,7 @@ ROUTES = {
     "completions": "/v1/completions",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
+    "inference": "/mesh.v1.InferenceService/Generate",
 }
 
 _WHEN_KEYS = ("model", "served_model", "route", "key", "key_group", "header", "body")

@@ -20,7 +20,11 @@ UrlOption = Annotated[
 ]
 KeyOption = Annotated[
     str | None,
-    typer.Option("--key", envvar="PDMESH_DASHBOARD_KEY", help="The gateway's dashboard_key."),
+    typer.Option(
+        "--key",
+        envvar="PDMESH_DASHBOARD_KEY",
+        help="The gateway's dashboard_key, or an admin API key.",
+    ),
 ]
 
 

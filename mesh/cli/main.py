@@ -13,6 +13,7 @@ COMMANDS = {
     "status": "mesh.cli.status:status",
     "drain": "mesh.cli.workers:drain",
     "scale": "mesh.cli.workers:scale",
+    "key": "mesh.cli.key:key",
     "rules": "mesh.cli.rules:rules",
     "model": "mesh.cli.model:app",
     "trace": "mesh.cli.trace:trace",

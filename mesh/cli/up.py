@@ -111,7 +111,7 @@ async def _serve(home: Home, options: LaunchOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     stopped = asyncio.create_task(stop.wait())
-    work = asyncio.create_task(_run(supervisor, display, launch))
+    work = asyncio.create_task(_run(supervisor, display, launch, home))
     try:
         await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -128,10 +128,10 @@ async def _serve(home: Home, options: LaunchOptions) -> int:
             segment.unlink(missing_ok=True)
 
 
-async def _run(supervisor: Supervisor, display: "_Display", launch: Launch) -> None:
+async def _run(supervisor: Supervisor, display: "_Display", launch: Launch, home: Home) -> None:
     with display:
         await supervisor.start(START_TIMEOUT_S)
-    console.print(ready_message(supervisor.state()))
+    console.print(ready_message(supervisor.state(), home))
     fleet = Fleet(supervisor, launch, start_timeout_s=START_TIMEOUT_S)
     async with serving_fleet(fleet, launch.control_address):
         await supervisor.run_until_failed()
@@ -176,7 +176,7 @@ def _detach(home: Home) -> None:
         state = _wait_until_ready(home, process)
     if state is None:
         raise fail(log_path.read_text(errors="replace").strip())
-    console.print(ready_message(state))
+    console.print(ready_message(state, home))
 
 
 def _wait_until_ready(home: Home, process: "subprocess.Popen[bytes]") -> MeshState | None:
@@ -189,10 +189,11 @@ def _wait_until_ready(home: Home, process: "subprocess.Popen[bytes]") -> MeshSta
     return None
 
 
-def ready_message(state: MeshState) -> Group:
+def ready_message(state: MeshState, home: Home) -> Group:
     """A table of the services and a request to try."""
+    key = '-H "authorization: Bearer $PDMESH_KEY" ' if home.keys_file.exists() else ""
     request = (
-        f"curl {state.url}/v1/chat/completions -H 'content-type: application/json' -d '"
+        f"curl {state.url}/v1/chat/completions {key}-H 'content-type: application/json' -d '"
         f'{{"model": "{state.model}", "messages": '
         '[{"role": "user", "content": "How many days are in a week?"}]}'
         "'"

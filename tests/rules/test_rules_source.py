@@ -1,22 +1,17 @@
 """Rules that change while the gateway runs."""
 
+import asyncio
 import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from gateway.rules.loader import RulesInvalid
+from gateway.rules.loader import RulesInvalid, load
 from gateway.rules.model import RuleSet
 from gateway.rules.source import RuleSource
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.gateway.running import eventually
 
 
 def _names(rules: RuleSet) -> list[str]:
@@ -30,55 +25,85 @@ def _write(path: Path, name: str) -> None:
     os.replace(fresh, path)
 
 
-def test_changed_file_is_in_force_after_the_interval(tmp_path: Path) -> None:
-    path, clock = tmp_path / "rules.yaml", _Clock()
+async def test_changed_file_is_in_force_soon(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
     _write(path, "old")
-    source = RuleSource(path, check_interval_s=1.0, clock=clock)
-    _write(path, "new")
+    async with RuleSource(path, check_interval_s=0.01) as source:
+        assert _names(source.current()) == ["old"]
 
-    clock.now = 0.9
-    assert _names(source.current()) == ["old"]
-    clock.now = 1.0
-    assert _names(source.current()) == ["new"]
+        _write(path, "new")
+
+        await eventually(lambda: _names(source.current()) == ["new"])
 
 
-def test_invalid_file_keeps_the_old_rules_and_says_so_once(
+async def test_invalid_file_keeps_the_old_rules_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, clock = tmp_path / "rules.yaml", _Clock()
+    path = tmp_path / "rules.yaml"
     _write(path, "old")
-    source = RuleSource(path, check_interval_s=1.0, clock=clock)
+    source = RuleSource(path)
     path.write_text("rules: [{dorp: a}]")
 
     with caplog.at_level(logging.ERROR):
-        for clock.now in (1.0, 2.0, 3.0):
+        for _ in range(3):
+            await source.check()
             assert _names(source.current()) == ["old"]
 
     [record] = caplog.records
     assert any("did you mean 'drop'" in line for line in record.__dict__["problems"])
 
     _write(path, "mended")
-    clock.now = 4.0
+    await source.check()
     assert _names(source.current()) == ["mended"]
 
 
-def test_file_that_vanishes_keeps_the_old_rules(tmp_path: Path) -> None:
-    path, clock = tmp_path / "rules.yaml", _Clock()
+async def test_file_that_vanishes_keeps_the_old_rules(tmp_path: Path) -> None:
+    path = tmp_path / "rules.yaml"
     _write(path, "old")
-    source = RuleSource(path, check_interval_s=1.0, clock=clock)
+    source = RuleSource(path)
     path.unlink()
 
-    clock.now = 1.0
+    await source.check()
+
     assert _names(source.current()) == ["old"]
 
 
-def test_reload_on_demand_needs_no_change(tmp_path: Path) -> None:
+async def test_reload_on_demand_needs_no_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "rules.yaml"
+    _write(path, "same")
+    with caplog.at_level(logging.INFO):
+        async with RuleSource(path, check_interval_s=1000) as source:
+            source.reload_soon()
+
+            await eventually(lambda: caplog.records)
+
+    assert caplog.records[0].message == "rules loaded"
+
+
+async def test_file_is_read_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "rules.yaml"
     _write(path, "old")
-    source = RuleSource(path, check_interval_s=1000)
+    source = RuleSource(path)
     _write(path, "new")
+    is_reading, may_go_on = threading.Event(), threading.Event()
 
-    assert source.reload()
+    def slow(path: Path) -> RuleSet:
+        is_reading.set()
+        may_go_on.wait(10)
+        return load(path)
+
+    monkeypatch.setattr("gateway.rules.source.load", slow)
+    checking = asyncio.create_task(source.check())
+
+    # The loop runs, and the old rules are in force, while the file is being read.
+    await eventually(is_reading.is_set)
+    assert _names(source.current()) == ["old"]
+    may_go_on.set()
+    await checking
     assert _names(source.current()) == ["new"]
 
 
