@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 PARALLEL ?= --numprocesses 2 --dist loadfile
 MESH_TESTS := $(wildcard tests/e2e tests/chaos)
 
-.PHONY: setup setup-dev trace-ui nginx browser promtool mooncake run test check protos docs bench clean
+.PHONY: setup setup-dev trace-ui nginx browser promtool mooncake node-client fuzz run test check protos docs bench clean
 
 setup: $(VENV)/.run  ## make .venv with what `pdmesh` needs
 
@@ -40,10 +40,13 @@ browser:  ## headless Chromium, which tests of the dashboard need
 promtool:  ## checks the alert rules
 	-tools/install_promtool.sh
 
+node-client:  ## Node.js and the npm client, which a test drives
+	-tools/install_node_client.sh
+
 mooncake: setup-dev  ## Mooncake's Transfer Engine, which a test needs
 	-tools/install_libibverbs.sh && $(PIP) --editable '.[mooncake]'
 
-test: setup-dev nginx browser promtool mooncake  ## the whole suite
+test: setup-dev nginx browser promtool mooncake node-client  ## the whole suite
 ifeq ($(PYTEST_ARGS),)
 	$(BIN)/python -m pytest --reruns 2 $(PARALLEL) --ignore tests/e2e --ignore tests/chaos
 	$(BIN)/python -m pytest --reruns 2 $(MESH_TESTS)
@@ -66,6 +69,9 @@ docs: setup-dev  ## regenerate the tables in docs/ that come from the code
 
 protos: setup-dev  ## regenerate mesh/v1 from protos/
 	$(BIN)/python tools/protos.py
+
+fuzz: setup-dev  ## look for bodies and streams that break the edge
+	$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),10)
 
 bench: setup-dev
 	$(PIP) --editable '.[bench]'

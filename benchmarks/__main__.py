@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ import typer
 
 from benchmarks.comparison import Comparison, Measurement, Schedule
 from benchmarks.contenders import Contender, Place, contenders
+from benchmarks.edge import measure_edge
 from benchmarks.points import DEFAULT_POINTS, BenchPoint
 from benchmarks.settings import BenchmarkSettings
 from benchmarks.summary import markdown
@@ -96,6 +98,21 @@ def telemetry(
         )
     )
     typer.echo(markdown_of_cost(samples, num_spans))
+
+
+@app.command()
+def edge(
+    mode: Annotated[str, typer.Option(help="local or disaggregated.")] = "local",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 4,
+    parts: Annotated[str, typer.Option(help="Of cost,nginx,engine.")] = "cost,nginx,engine",
+) -> None:
+    """What gateway and mesh cost beside the engine, and what nginx in front of them costs."""
+    settings = BenchmarkSettings()
+    with tempfile.TemporaryDirectory() as folder:
+        result = asyncio.run(
+            measure_edge(settings.model_folder, Path(folder), mode, rounds, parts.split(","))
+        )
+    typer.echo(json.dumps(result, indent=2))
 
 
 def _choose(known: dict[str, Contender], names: str) -> list[Contender]:

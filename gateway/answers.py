@@ -13,6 +13,7 @@ from gateway.choices import ChoiceDelta, Choices
 from gateway.errors import OK, to_answer
 from gateway.generation import Job
 from gateway.openai.api import Api, ApiRequest, usage_object
+from gateway.openai.responses import Usage
 from gateway.record import RequestRecord
 
 
@@ -36,16 +37,19 @@ class Answer:
         self._created = int(time.time())
         self._api = api
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
+    def _object(self, kind: str, choices: Sequence[Mapping[str, object]]) -> dict[str, Any]:
+        made = {
             "id": self._id,
             "object": kind,
             "created": self._created,
             "model": self._model,
             "choices": choices,
         }
+        if (tier := self._request.served_tier()) is not None:
+            made["service_tier"] = tier
+        return made
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Usage:
         counts = self._record.counts()
         return usage_object(counts.prompt_tokens, counts.completion_tokens, counts.cached_tokens)
 
@@ -118,7 +122,7 @@ class EventStream(Answer):
             for choice in self._choices[item.index].chunks(item.delta)
         )
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: Sequence[Mapping[str, object]]) -> dict[str, Any]:
         chunk = self._object(self._api.chunk_object, choices)
         if self._request.has_continuous_usage():
             chunk["usage"] = self._usage()

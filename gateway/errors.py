@@ -115,6 +115,14 @@ _TABLE: tuple[tuple[type[Exception], _Row], ...] = (
 )
 _INTERNAL_ROW = _Row(500, "server_error", message=_INTERNAL)
 
+# Statuses of failures, all of which have the same body.
+ERROR_STATUSES = tuple(
+    sorted(
+        {row.status for _, row in _TABLE}
+        | {_INTERNAL_ROW.status, METHOD_NOT_ALLOWED, HEADERS_TOO_LARGE}
+    )
+)
+
 
 @dataclass(frozen=True)
 class ErrorAnswer:

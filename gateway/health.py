@@ -4,8 +4,9 @@ import asyncio
 import logging
 import time
 from contextlib import suppress
-from typing import Any, Self
+from typing import Self
 
+from gateway.openai.responses import Health
 from gateway.placement import Scheduler
 from gateway.tokenizer import ModelCatalog
 from mesh.errors import MeshError
@@ -64,7 +65,7 @@ class HealthMonitor:
         """What the scheduler said last; empty while it says nothing."""
         return self._state
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Health:
         """The body of /health."""
         problems = self.problems()
         return {

@@ -16,7 +16,9 @@ from gateway.keys.access import caller_of
 from gateway.middleware import ANSWER_HEADERS
 from gateway.openai.chat import CHAT_API
 from gateway.openai.completions import COMPLETIONS_API
+from gateway.openai.document import openapi_document
 from gateway.openai.models import model_list, model_object
+from gateway.openai.responses import Detokenized, Live
 from gateway.openai.tokenize import parse_detokenize, parse_tokenize, tokenize_answer
 from gateway.param_rules import read_ruled
 from mesh import metrics
@@ -38,6 +40,7 @@ def build_routes(core: Core) -> list[Route]:
         Route("/live", plain.live, methods=["GET"]),
         Route("/health", plain.health, methods=["GET"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
+        Route("/openapi.json", plain.openapi, methods=["GET"]),
         *dashboard_routes(core),
     ]
 
@@ -86,11 +89,16 @@ class _PlainRoutes:
             )
         deadline = Deadline(self._core.config.encode_timeout_s)
         decoded = await self._core.tokenizer.decode(model.name, parsed.tokens, deadline)
-        return JSONResponse({"prompt": decoded.text})
+        answer: Detokenized = {"prompt": decoded.text}
+        return JSONResponse(answer)
 
     async def live(self, request: Request) -> Response:
         """The process answers; whether the mesh does is `health`'s business."""
-        return JSONResponse({"status": "ok"})
+        answer: Live = {"status": "ok"}
+        return JSONResponse(answer)
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(openapi_document(), media_type="application/json")
 
     async def health(self, request: Request) -> Response:
         report = self._core.health.report()

@@ -11,7 +11,7 @@ MAX_LOGPROBS = 20
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
 # Both ends belong to the range.
-_RANGES = {
+RANGES = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -23,7 +23,7 @@ _MAX_BIAS = 100.0
 
 def check_sampling_params(params: types_pb2.SamplingParams, model: tokenizer_pb2.ModelInfo) -> None:
     """Refuse what is out of range, naming the parameter."""
-    for name, (low, high) in _RANGES.items():
+    for name, (low, high) in RANGES.items():
         # NaN lies in no range.
         if params.HasField(name) and not low <= getattr(params, name) <= high:  # type: ignore[arg-type]
             raise InvalidRequest(f"{name} should lie between {low:g} and {high:g}", param=name)

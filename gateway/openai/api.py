@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gateway.generation import Delta, GenerationRequest, Job
+from gateway.openai.responses import FinishReason, PromptTokensDetails, ServiceTier, Usage
 from mesh.v1 import tokenizer_pb2, types_pb2
 
-FINISH_REASONS = {
+FINISH_REASONS: "dict[types_pb2.FinishReason.ValueType, FinishReason]" = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
 }
@@ -16,7 +17,7 @@ FINISH_REASONS = {
 class Choice(Protocol):
     """One choice of the answer, as it grows."""
 
-    def chunks(self, delta: Delta) -> Sequence[dict[str, Any]]:
+    def chunks(self, delta: Delta) -> Sequence[Mapping[str, object]]:
         """What a stream says about `delta`; nothing where there is nothing to say."""
         ...
 
@@ -24,8 +25,8 @@ class Choice(Protocol):
         """Take `delta` into the whole answer."""
         ...
 
-    def answer(self) -> dict[str, Any]:
-        """The whole choice."""
+    def answer(self) -> Mapping[str, object]:
+        """The whole choice, once it is finished."""
         ...
 
 
@@ -43,6 +44,10 @@ class ApiRequest(Protocol):
 
     def has_continuous_usage(self) -> bool:
         """The usage so far in every chunk."""
+        ...
+
+    def served_tier(self) -> ServiceTier | None:
+        """Which tier serves the client, if it has named one."""
         ...
 
     def generation(self, model: tokenizer_pb2.ModelInfo) -> GenerationRequest: ...
@@ -66,15 +71,13 @@ class Parse(Protocol):
     def __call__(self, payload: Mapping[str, Any]) -> ApiRequest: ...
 
 
-def usage_object(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None
-) -> dict[str, Any]:
+def usage_object(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> Usage:
     """OpenAI's usage; without details where nobody knows what was cached."""
-    usage: dict[str, Any] = {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+    usage = Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+    )
     if cached_tokens is not None:
-        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+        usage["prompt_tokens_details"] = PromptTokensDetails(cached_tokens=cached_tokens)
     return usage

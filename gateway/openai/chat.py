@@ -6,10 +6,19 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from gateway.generation import Delta, GenerationRequest, Job
+from gateway.openai import responses
 from gateway.openai.api import FINISH_REASONS, Api
 from gateway.openai.fields import GenerationFields
 from gateway.openai.logprobs import chat_logprobs
 from gateway.openai.messages import ChatFields
+from gateway.openai.responses import (
+    AnswerMessage,
+    ChatChunkChoice,
+    ChatLogprobs,
+    FinishReason,
+    MessageDelta,
+    TokenLogprob,
+)
 from gateway.openai.unsupported import CHAT, refuse_unsupported
 from gateway.sampling import MAX_LOGPROBS
 from mesh.errors import InvalidRequest
@@ -57,10 +66,10 @@ class ChatChoice:
         self._num_top = num_top
         self._has_begun = False
         self._text: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
-        self._finish_reason: str | None = None
+        self._logprobs: list[TokenLogprob] = []
+        self._finish_reason: FinishReason | None = None
 
-    def chunks(self, delta: Delta) -> Sequence[dict[str, Any]]:
+    def chunks(self, delta: Delta) -> Sequence[ChatChunkChoice]:
         chunks = []
         if not self._has_begun:
             self._has_begun = True
@@ -78,8 +87,13 @@ class ChatChoice:
         if delta.finish is not None:
             self._finish_reason = FINISH_REASONS[delta.finish.reason]
 
-    def answer(self) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(self._text), "refusal": None}
+    def answer(self) -> responses.ChatChoice:
+        assert self._finish_reason is not None, "the choice is finished"
+        message: AnswerMessage = {
+            "role": "assistant",
+            "content": "".join(self._text),
+            "refusal": None,
+        }
         return {
             "index": self._index,
             "message": message,
@@ -87,15 +101,15 @@ class ChatChoice:
             "finish_reason": self._finish_reason,
         }
 
-    def _entries(self, delta: Delta) -> list[dict[str, Any]]:
+    def _entries(self, delta: Delta) -> list[TokenLogprob]:
         return [] if self._num_top is None else chat_logprobs(delta, self._num_top)
 
     def _chunk(
         self,
-        delta: dict[str, Any],
-        logprobs: list[dict[str, Any]] | None = None,
-        finish_reason: str | None = None,
-    ) -> dict[str, Any]:
+        delta: MessageDelta,
+        logprobs: list[TokenLogprob] | None = None,
+        finish_reason: FinishReason | None = None,
+    ) -> ChatChunkChoice:
         return {
             "index": self._index,
             "delta": delta,
@@ -103,7 +117,7 @@ class ChatChoice:
             "finish_reason": finish_reason,
         }
 
-    def _logprobs_object(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def _logprobs_object(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
         return None if self._num_top is None else {"content": entries, "refusal": None}
 
 

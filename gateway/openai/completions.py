@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from gateway.generation import Delta, GenerationRequest, Job, Prompt, TextPrompt, TokenPrompt
+from gateway.openai import responses
 from gateway.openai.api import FINISH_REASONS, Api
 from gateway.openai.fields import GenerationFields
-from gateway.openai.logprobs import CompletionLogprobs
+from gateway.openai.logprobs import LogprobLists, extend, no_logprobs
+from gateway.openai.responses import CompletionChunkChoice, CompletionLogprobs, FinishReason
 from gateway.openai.unsupported import COMPLETIONS, refuse_unsupported
 from gateway.sampling import MAX_LOGPROBS
 from mesh.errors import InvalidRequest
@@ -60,7 +62,26 @@ def _bad_prompt() -> InvalidRequest:
     )
 
 
-Prompts = Annotated[Any, BeforeValidator(_to_prompts)]
+_TEXT_SCHEMA = {"type": "string", "minLength": 1}
+_IDS_SCHEMA = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": _MAX_TOKEN_ID},
+    "minItems": 1,
+}
+Prompts = Annotated[
+    Any,
+    BeforeValidator(_to_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT_SCHEMA,
+                {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1},
+                _IDS_SCHEMA,
+                {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
+            ]
+        }
+    ),
+]
 
 
 class CompletionRequest(GenerationFields):
@@ -101,12 +122,12 @@ class CompletionChoice:
         self._index = index
         # Until it has been said.
         self._echoed = echoed
-        self._logprobs = None if num_top is None else CompletionLogprobs(num_top)
+        self._logprobs = None if num_top is None else LogprobLists(num_top)
         self._text: list[str] = []
-        self._lists: dict[str, list[Any]] = {}
-        self._finish_reason: str | None = None
+        self._lists = no_logprobs()
+        self._finish_reason: FinishReason | None = None
 
-    def chunks(self, delta: Delta) -> Sequence[dict[str, Any]]:
+    def chunks(self, delta: Delta) -> Sequence[CompletionChunkChoice]:
         chunks = []
         if (job := self._take_echoed()) is not None:
             chunks.append(self._chunk(job.prompt_text, self._prompt_logprobs(job, delta), None))
@@ -124,31 +145,39 @@ class CompletionChoice:
         self._keep(self._take_logprobs(delta))
         self._finish_reason = _finish_reason(delta)
 
-    def answer(self) -> dict[str, Any]:
-        logprobs = None if self._logprobs is None else self._lists
-        return self._chunk("".join(self._text), logprobs, self._finish_reason)
+    def answer(self) -> responses.CompletionChoice:
+        assert self._finish_reason is not None, "the choice is finished"
+        return {
+            "index": self._index,
+            "text": "".join(self._text),
+            "logprobs": None if self._logprobs is None else self._lists,
+            "finish_reason": self._finish_reason,
+        }
 
     def _take_echoed(self) -> Job | None:
         echoed, self._echoed = self._echoed, None
         return echoed
 
-    def _prompt_logprobs(self, job: Job, delta: Delta) -> dict[str, list[Any]] | None:
+    def _prompt_logprobs(self, job: Job, delta: Delta) -> CompletionLogprobs | None:
         if self._logprobs is None:
             return None
         return self._logprobs.prompt_lists(job.prompt_token_ids, delta)
 
-    def _keep(self, lists: dict[str, list[Any]] | None) -> None:
-        for name, values in (lists or {}).items():
-            self._lists.setdefault(name, []).extend(values)
+    def _keep(self, lists: CompletionLogprobs | None) -> None:
+        if lists is not None:
+            extend(self._lists, lists)
 
-    def _take_logprobs(self, delta: Delta) -> dict[str, list[Any]] | None:
+    def _take_logprobs(self, delta: Delta) -> CompletionLogprobs | None:
         if self._logprobs is None or not delta.logprobs:
             return None
         return self._logprobs.lists(delta)
 
     def _chunk(
-        self, text: str, logprobs: dict[str, list[Any]] | None, finish_reason: str | None
-    ) -> dict[str, Any]:
+        self,
+        text: str,
+        logprobs: CompletionLogprobs | None,
+        finish_reason: FinishReason | None,
+    ) -> CompletionChunkChoice:
         return {
             "index": self._index,
             "text": text,
@@ -157,7 +186,7 @@ class CompletionChoice:
         }
 
 
-def _finish_reason(delta: Delta) -> str | None:
+def _finish_reason(delta: Delta) -> FinishReason | None:
     return None if delta.finish is None else FINISH_REASONS[delta.finish.reason]
 
 

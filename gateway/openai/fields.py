@@ -5,10 +5,18 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from gateway.generation import GenerationRequest, PriorityClass, Prompt
-from gateway.sampling import MAX_SEED, MIN_SEED, check_stop
+from gateway.openai.responses import ServiceTier
+from gateway.sampling import MAX_SEED, MAX_STOP_STRINGS, MIN_SEED, RANGES, check_stop
 from mesh.errors import InvalidRequest, UnsupportedParameter
 from mesh.v1 import types_pb2
 
@@ -53,8 +61,37 @@ def _to_logit_bias(value: object) -> object:
     return biases
 
 
-Stop = Annotated[tuple[str, ...], BeforeValidator(_to_stop)]
-LogitBias = Annotated[dict[int, float], BeforeValidator(_to_logit_bias)]
+_STOP_STRING = {"type": "string", "minLength": 1}
+Stop = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_to_stop),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _STOP_STRING,
+                {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOP_STRINGS},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    BeforeValidator(_to_logit_bias),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                    "maxProperties": _MAX_BIASES,
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
 TokenId = Annotated[int, Field(ge=0, le=_MAX_UINT32)]
 
 
@@ -66,12 +103,20 @@ _TIERS = {
 }
 
 
+def _within(name: str) -> WithJsonSchema:
+    """The range that `gateway.sampling` checks."""
+    low, high = RANGES[name]
+    return WithJsonSchema({"type": "number", "minimum": low, "maximum": high})
+
+
 class StreamOptions(BaseModel):
     """What a stream carries besides text."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = None
+    # Padding against whoever measures the lengths of encrypted events.
+    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
@@ -91,13 +136,16 @@ class GenerationFields(BaseModel):
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
 
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Annotated[float, _within("temperature")] | None = None
+    top_p: Annotated[float, _within("top_p")] | None = None
     top_k: Annotated[int, Field(ge=-1, le=_MAX_INT32)] | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    min_p: Annotated[float, _within("min_p")] | None = None
+    presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
+    repetition_penalty: (
+        Annotated[float, WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 2})]
+        | None
+    ) = None
     seed: Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED)] | None = None
     logit_bias: LogitBias = {}
 
@@ -109,10 +157,14 @@ class GenerationFields(BaseModel):
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
     skip_special_tokens: bool | None = None
 
+    # Labels: they change nothing about the answer.
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     priority: Annotated[int, Field(ge=-_MAX_INT32, le=_MAX_INT32)] | None = None
-    service_tier: str | None = None
+    service_tier: Annotated[str, WithJsonSchema({"enum": list(_TIERS)})] | None = None
 
     # Taken as they are by `SamplingParams`.
     _SAMPLING: ClassVar[tuple[str, ...]] = (
@@ -143,6 +195,11 @@ class GenerationFields(BaseModel):
     def has_continuous_usage(self) -> bool:
         options = self.stream_options
         return options is not None and bool(options.continuous_usage_stats)
+
+    def served_tier(self) -> ServiceTier | None:
+        if self.service_tier is None:
+            return None
+        return "flex" if _TIERS[self.service_tier] is PriorityClass.OFFLINE else "default"
 
     def sampling_params(self, defaults: types_pb2.SamplingParams) -> types_pb2.SamplingParams:
         """What the client said, and for keys that it left out what the model suggests."""
@@ -204,6 +261,11 @@ class GenerationFields(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest(
                 "stream_options is only allowed when stream is true", param="stream_options"
+            )
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise UnsupportedParameter(
+                "stream_options.include_obfuscation is not supported by this server",
+                param="stream_options.include_obfuscation",
             )
         check_stop(self.stop)
 

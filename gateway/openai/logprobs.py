@@ -2,16 +2,16 @@
 
 import codecs
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from gateway.generation import Delta
+from gateway.openai.responses import CompletionLogprobs, TokenLogprob, TopLogprob
 from mesh.v1 import types_pb2
 
 # JSON has no infinity: what OpenAI reports for a token that cannot occur.
 _IMPOSSIBLE = -9999.0
 
 
-def chat_logprobs(delta: Delta, num_top: int) -> list[dict[str, Any]]:
+def chat_logprobs(delta: Delta, num_top: int) -> list[TokenLogprob]:
     """One entry a token for `choices[].logprobs.content`."""
     return [
         {
@@ -25,7 +25,20 @@ def chat_logprobs(delta: Delta, num_top: int) -> list[dict[str, Any]]:
     ]
 
 
-class CompletionLogprobs:
+def no_logprobs() -> CompletionLogprobs:
+    """The lists of no tokens."""
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def extend(lists: CompletionLogprobs, more: CompletionLogprobs) -> None:
+    """Add the entries of more tokens."""
+    lists["tokens"] += more["tokens"]
+    lists["token_logprobs"] += more["token_logprobs"]
+    lists["top_logprobs"] += more["top_logprobs"]
+    lists["text_offset"] += more["text_offset"]
+
+
+class LogprobLists:
     """Builds the parallel lists of the completions API for one choice."""
 
     def __init__(self, num_top: int) -> None:
@@ -34,11 +47,11 @@ class CompletionLogprobs:
         # Characters may be split over tokens: an offset counts complete ones.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def lists(self, delta: Delta) -> dict[str, list[Any]]:
+    def lists(self, delta: Delta) -> CompletionLogprobs:
         """The lists for the tokens of `delta`."""
         return self._lists(((one.token_id, one) for one in delta.logprobs), delta.token_bytes)
 
-    def prompt_lists(self, prompt_token_ids: Sequence[int], delta: Delta) -> dict[str, list[Any]]:
+    def prompt_lists(self, prompt_token_ids: Sequence[int], delta: Delta) -> CompletionLogprobs:
         """The lists for an echoed prompt, from its sequence's first delta.
 
         Nothing comes before the first token that could make it likely or unlikely.
@@ -50,13 +63,8 @@ class CompletionLogprobs:
         self,
         tokens: Iterable[tuple[int, types_pb2.TokenLogprobs | None]],
         token_bytes: Mapping[int, bytes],
-    ) -> dict[str, list[Any]]:
-        made: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+    ) -> CompletionLogprobs:
+        made = no_logprobs()
         for token_id, logprobs in tokens:
             raw = token_bytes.get(token_id, b"")
             made["tokens"].append(_text(raw))
@@ -81,7 +89,7 @@ class CompletionLogprobs:
         return top
 
 
-def _described(token_id: int, logprob: float, token_bytes: Mapping[int, bytes]) -> dict[str, Any]:
+def _described(token_id: int, logprob: float, token_bytes: Mapping[int, bytes]) -> TopLogprob:
     raw = token_bytes.get(token_id, b"")
     return {"token": _text(raw), "logprob": _finite(logprob), "bytes": list(raw)}
 

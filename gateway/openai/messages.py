@@ -4,13 +4,12 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 
 from gateway.generation import ChatPrompt
+from gateway.openai.message_schemas import MESSAGES_SCHEMA, ROLES, SILENT_ROLES, TOOLS_SCHEMA
 from mesh.errors import InvalidRequest
 from mesh.v1 import tokenizer_pb2
-
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def check_messages(value: object) -> list[dict[str, Any]]:
@@ -43,8 +42,12 @@ class ChatFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    messages: Annotated[list[dict[str, Any]], BeforeValidator(check_messages)]
-    tools: Annotated[list[dict[str, Any]], BeforeValidator(check_tools)] = []
+    messages: Annotated[
+        list[dict[str, Any]], BeforeValidator(check_messages), WithJsonSchema(MESSAGES_SCHEMA)
+    ]
+    tools: Annotated[
+        list[dict[str, Any]], BeforeValidator(check_tools), WithJsonSchema(TOOLS_SCHEMA)
+    ] = []
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -79,9 +82,9 @@ def _check_message(message: object, where: str) -> None:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{where} should be an object", param=where)
     role = message.get("role")
-    if role not in _ROLES:
+    if role not in ROLES:
         raise InvalidRequest(
-            f"{where}.role should be one of {', '.join(_ROLES)}", param=f"{where}.role"
+            f"{where}.role should be one of {', '.join(ROLES)}", param=f"{where}.role"
         )
     _check_content(message, role, where)
     name = message.get("name")
@@ -94,7 +97,7 @@ def _check_content(message: Mapping[str, Any], role: str, where: str) -> None:
     content = message.get("content")
     if content is None:
         # Assistants that call tools say nothing, and tools may have nothing to say.
-        if role not in ("assistant", "tool", "function"):
+        if role not in SILENT_ROLES:
             raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
         return
     if isinstance(content, str):

@@ -3,14 +3,22 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gateway.generation import ChatPrompt, TextPrompt
 from gateway.openai.fields import TokenId, validate
 from gateway.openai.messages import ChatFields
+from gateway.openai.responses import Tokenized
 from mesh.v1 import tokenizer_pb2
 
 ModelName = Annotated[str, Field(min_length=1)]
+
+
+def _to_bool(value: object) -> object:
+    """1 == True in Python, and so for a literal."""
+    if value is not None and not isinstance(value, bool):
+        raise ValueError("should be a boolean")
+    return value
 
 
 class TokenizeTextRequest(BaseModel):
@@ -21,7 +29,7 @@ class TokenizeTextRequest(BaseModel):
     model: ModelName | None = None
     prompt: str
     # A tokenizer adds what its own configuration says.
-    add_special_tokens: Literal[True] | None = None
+    add_special_tokens: Annotated[Literal[True] | None, BeforeValidator(_to_bool)] = None
     return_token_strs: bool | None = None
 
     def to_prompt(self) -> TextPrompt:
@@ -33,7 +41,7 @@ class TokenizeChatRequest(ChatFields):
 
     model: ModelName | None = None
     # Templates write them themselves.
-    add_special_tokens: Literal[False] | None = None
+    add_special_tokens: Annotated[Literal[False] | None, BeforeValidator(_to_bool)] = None
     return_token_strs: bool | None = None
 
     def to_prompt(self) -> ChatPrompt:
@@ -61,7 +69,7 @@ def parse_detokenize(payload: Mapping[str, Any]) -> DetokenizeRequest:
 
 def tokenize_answer(
     token_ids: Sequence[int], model: tokenizer_pb2.ModelInfo, token_bytes: Sequence[bytes] | None
-) -> dict[str, Any]:
+) -> Tokenized:
     return {
         "count": len(token_ids),
         "max_model_len": model.max_model_len,

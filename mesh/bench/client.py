@@ -61,6 +61,8 @@ class Recording:
     num_cached_tokens: int | None = None
     # By the server's count; None where it gives none.
     num_completion_tokens: int | None = None
+    # What the server had spent on each stage when it began to answer, if it says so.
+    stages_ms: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     # The measurement ended first.
     was_cut: bool = False
@@ -116,6 +118,7 @@ class OpenAiClient:
                 text = await response.text()
                 recording.error = f"HTTP {response.status}: {text[:_MAX_ERROR_CHARS]}"
                 return
+            recording.stages_ms = _stages(response.headers.get("server-timing", ""))
             async for chunk in response.content.iter_any():
                 now = time.perf_counter()
                 events += decoder.feed(chunk, now)
@@ -152,6 +155,11 @@ async def open_client(endpoint: Endpoint) -> AsyncIterator[OpenAiClient]:
     )
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         yield OpenAiClient(session, endpoint)
+
+
+def _stages(server_timing: str) -> dict[str, float]:
+    entries = (entry.partition(";dur=") for entry in server_timing.split(", ") if ";dur=" in entry)
+    return {name: float(duration) for name, _, duration in entries}
 
 
 def _interpret(events: list[SseEvent], recording: Recording, api: Api) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import grpc
 
-from mesh.errors import InvalidRequest, MeshError, ModelNotFound, WorkerUnavailable
+from mesh.errors import InvalidRequest, MeshError, ModelNotFound, QueueFull, WorkerUnavailable
 from mesh.server import MeshServer
 from mesh.v1 import (
     decode_pb2,
@@ -228,9 +228,14 @@ class FakeModel:
     # By the prompt's text; a default for all others.
     answers: dict[bytes, Sequence[int]] = field(default_factory=dict)
     default: Sequence[int] = (*b"Hello, world!", EOS)
+    # Prompts whose third token does not come.
+    failing: set[bytes] = field(default_factory=set)
 
     def next_token(self, prompt: Sequence[int], outputs: Sequence[int]) -> int:
-        answer = self.answers.get(bytes(token for token in prompt if token < EOS), self.default)
+        text = bytes(token for token in prompt if token < EOS)
+        if text in self.failing and len(outputs) == 2:
+            raise RuntimeError("scripted")
+        answer = self.answers.get(text, self.default)
         return answer[len(outputs)] if len(outputs) < len(answer) else ord(".")
 
 
@@ -525,6 +530,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     local: bool = False
     # Raised instead of placing.
     error: MeshError | None = None
+    # By the prompt's text: how many times the mesh is full for it.
+    full: dict[bytes, int] = field(default_factory=dict)
     gate: asyncio.Event | None = None
     num_open: int = 0
     lease_ms: int = 15_000
@@ -552,6 +559,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                 await self.gate.wait()
             if self.error is not None:
                 raise self.error
+            self._refuse_if_full(bytes(one for one in admit.prompt_token_ids if one < EOS))
             yield scheduler_pb2.PlaceResponse(placement=self._place(admit))
             async for message in request_iterator:
                 self.num_prefill_done += message.HasField("prefill_done")
@@ -578,6 +586,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                 for worker in workers
             ]
         )
+
+    def _refuse_if_full(self, prompt: bytes) -> None:
+        if self.full.get(prompt, 0) > 0:
+            self.full[prompt] -= 1
+            raise QueueFull("full", retry_after_s=1)
 
     def _place(self, admit: scheduler_pb2.PlaceRequest.Admit) -> scheduler_pb2.Placement:
         excluded = set(admit.excluded_worker_ids)
@@ -659,6 +672,8 @@ class FakeMesh:
         scheduler.error = scheduler.gate = None
         scheduler.lease_ms = 15_000
         scheduler.was_renewed.clear()
+        scheduler.full.clear()
+        self.model.failing.clear()
         scheduler.local = False
         scheduler.num_prefill_done = 0
         scheduler.told.clear()

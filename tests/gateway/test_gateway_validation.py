@@ -193,6 +193,10 @@ UNSUPPORTED = [
     (CHAT, "guided_regex", "a+"),
     (CHAT, "structured_outputs", {"regex": "a"}),
     (CHAT, "logit_processors", ["x"]),
+    (CHAT, "store", True),
+    (CHAT, "prompt_cache_retention", "24h"),
+    (CHAT, "chat_template", "{{ 1 }}"),
+    (CHAT, "prompt_logprobs", 1),
     (COMPLETIONS, "best_of", 2),
     (COMPLETIONS, "suffix", "end"),
     (CHAT, "echo", True),
@@ -215,6 +219,14 @@ async def test_known_parameter_without_support_is_refused_by_name(
 
     assert error["code"] == "unsupported_parameter"
     assert error["param"] == name
+
+
+async def test_padding_of_events_is_refused_by_name(http: httpx.AsyncClient) -> None:
+    options = {"include_obfuscation": True}
+    error = await refused(http, CHAT, chat(stream=True, stream_options=options))
+
+    assert error["code"] == "unsupported_parameter"
+    assert error["param"] == "stream_options.include_obfuscation"
 
 
 @pytest.mark.parametrize(
