@@ -1,6 +1,7 @@
 """From a model folder to checked, memory-mapped weights; safetensors only, never pickle."""
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from engine.safetensors_file import (
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+
+_NUM_READERS = 8
 
 
 class LoadError(ModelError):
@@ -110,7 +113,11 @@ def _matrices(config: ModelConfig) -> dict[str, tuple[int, int, bool]]:
 
 
 def _read_folder(folder: Path) -> dict[str, StoredTensor]:
-    files = {path.name: map_tensors(path) for path in weight_files(folder)}
+    paths = weight_files(folder)
+    # The headers of a large model's shards are megabytes of JSON each, on what may be a slow disk.
+    with ThreadPoolExecutor(max_workers=_NUM_READERS) as threads:
+        mapped = threads.map(map_tensors, paths)
+        files = dict(zip((path.name for path in paths), mapped, strict=True))
     return {name: files[file][name] for name, file in placed_tensors(folder, files).items()}
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from engine.config import ModelConfig
 from engine.kernels.formats import WeightFormat
@@ -35,6 +36,7 @@ SOURCE_GGUF = "source.gguf"
 
 _FOLDER = ".packed"
 _LENGTH_BYTES = 8
+_HEADER_KEYS = {"matrices", "arrays", "num_bytes", "checksum"}
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _NORMS = ("input_norm", "post_attention_norm")
 
@@ -57,9 +59,11 @@ def load_packed(
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         with _locked(cache_folder):
-            if not _is_usable(path):
+            model = _open(path)
+            if model is None:
                 _write(path, _pack(folder, config, name), config)
                 _remove_others(path, name)
+                model = StoredModel(path)
     except OSError as error:
         logger.warning(
             "packed weights cannot be kept, each worker packs its own",
@@ -67,7 +71,7 @@ def load_packed(
         )
         return _pack(folder, config, name)
     # It has all that the kernels' model asks of a PackedModel.
-    return cast(PackedModel, StoredModel(path))
+    return cast(PackedModel, model)
 
 
 class StoredModel:
@@ -78,11 +82,14 @@ class StoredModel:
     """
 
     def __init__(self, path: Path) -> None:
+        """Raises StalePackedWeights, or FileNotFoundError."""
         header, data_start = _read_header(path)
         data = large_pages(header["num_bytes"])
         with path.open("rb", buffering=0) as file:
             file.seek(data_start)
             _read_into(file, data, path)
+        if xxhash.xxh3_64_hexdigest(data.data) != header["checksum"]:
+            raise StalePackedWeights(f"{path}: its checksum is not that of its data")
         data.flags.writeable = False
         self.arena: dict[str, Array] = {
             key: data[begin:end].view(dtype)
@@ -182,7 +189,10 @@ def _write(path: Path, packed: PackedModel, config: ModelConfig) -> None:
         begin = -(-end // ALIGNMENT) * ALIGNMENT
         end = begin + array.nbytes
         places[key] = (array.dtype.str, begin, end)
-    header = json.dumps({"matrices": matrices, "arrays": places, "num_bytes": end}).encode()
+    checksum = _checksum(arrays, places)
+    header = json.dumps(
+        {"matrices": matrices, "arrays": places, "num_bytes": end, "checksum": checksum}
+    ).encode()
     header += b" " * (-(_LENGTH_BYTES + len(header)) % ALIGNMENT)
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
@@ -193,6 +203,18 @@ def _write(path: Path, packed: PackedModel, config: ModelConfig) -> None:
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+
+
+def _checksum(arrays: Mapping[str, Array], places: Mapping[str, tuple[str, int, int]]) -> str:
+    """Of the data as the file has it, with zeros between the arrays."""
+    digest = xxhash.xxh3_64()
+    at = 0
+    for key, array in arrays.items():
+        _, begin, end = places[key]
+        digest.update(bytes(begin - at))
+        digest.update(array.data)
+        at = end
+    return digest.hexdigest()
 
 
 def _contents(
@@ -213,15 +235,15 @@ def _contents(
     return arrays, shapes
 
 
-def _is_usable(path: Path) -> bool:
+def _open(path: Path) -> StoredModel | None:
+    """The packed weights, if they are there and whole."""
     try:
-        _read_header(path)
+        return StoredModel(path)
     except FileNotFoundError:
-        return False
+        return None
     except StalePackedWeights as error:
         logger.warning("packed weights are made again", extra={"why": str(error)})
-        return False
-    return True
+        return None
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -236,6 +258,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             header: dict[str, Any] = json.loads(file.read(length))
         except ValueError as error:
             raise StalePackedWeights(f"{path}: header: {error}") from None
+    if not isinstance(header, dict) or header.keys() != _HEADER_KEYS:
+        raise StalePackedWeights(f"{path}: header: not one of packed weights")
     if data_start + header["num_bytes"] != num_bytes:
         raise StalePackedWeights(f"{path}: {num_bytes} bytes are not what its header describes")
     return header, data_start

@@ -115,6 +115,61 @@ def test_a_packed_file_that_is_cut_off_is_made_again(folder: Path, num_bytes: in
 
 
 @needs_kernels
+@pytest.mark.parametrize("at", [8, 9, -1])
+def test_a_packed_file_with_a_wrong_byte_is_made_again(folder: Path, at: int) -> None:
+    config = ModelConfig.from_folder(folder)
+    load_packed(folder, config, "int4")
+    [path] = (folder / ".packed").glob("int4-*")
+    whole = path.read_bytes()
+    wrong = bytearray(whole)
+    wrong[at] ^= 1
+    path.write_bytes(wrong)
+
+    load_packed(folder, config, "int4")
+
+    assert path.read_bytes() == whole
+
+
+@needs_kernels
+def test_of_workers_that_start_at_once_one_packs_and_all_get_the_same(folder: Path) -> None:
+    code = (
+        "import sys, logging, hashlib; from pathlib import Path; logging.basicConfig(level=20)\n"
+        "from engine.config import ModelConfig\n"
+        "from engine.models.native_weights import load_packed\n"
+        "folder = Path(sys.argv[1]); config = ModelConfig.from_folder(folder)\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "arena = load_packed(folder, config, 'int8').arena\n"
+        "print(hashlib.sha256(b''.join(arena[key].tobytes() for key in sorted(arena))).hexdigest())"
+    )
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(3)
+    ]
+    for worker in workers:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
+
+    for worker in workers:
+        assert worker.stdin is not None
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+
+    results = [worker.communicate(timeout=60) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0], results
+    assert len({digest for digest, _ in results}) == 1
+    assert sum("packing weights, once" in log for _, log in results) == 1
+    assert [path.name for path in (folder / ".packed").glob("int8-*")] == [
+        path.name for path in (folder / ".packed").iterdir() if path.name != ".lock"
+    ]
+
+
+@needs_kernels
 def test_other_weights_replace_the_packed_ones(folder: Path) -> None:
     config = ModelConfig.from_folder(folder)
     before = load_packed(folder, config, "int4")
