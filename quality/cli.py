@@ -1,6 +1,7 @@
 """The gate's command line."""
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from rich.table import Table
 from engine.config import ModelError
 from mesh import model_store
 from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
+from quality.formats import FORMAT, WEIGHTS, FormatResult, judge_all
 from quality.gate import GateResult, limits_for, run_gate
 from quality.settings import SettingsError, engine_config, settled
 
@@ -40,6 +42,10 @@ def gate(
     lossless: Annotated[
         bool, typer.Option(help="The candidate must make the very same tokens.")
     ] = False,
+    formats: Annotated[
+        str | None,
+        typer.Option(help="Judge these weights with every KV format: `int4,int8`, or `all`."),
+    ] = None,
     max_perplexity_increase: Annotated[
         float | None, typer.Option(min=0, help="0.01 is one percent; default: by format.")
     ] = None,
@@ -57,6 +63,15 @@ def gate(
     """
     try:
         folder = _folder(home_at(home).path, model)
+        if formats is not None:
+            if lossless:
+                raise SettingsError("--formats compares with float32, --lossless does not")
+            trusted = _reference(settings, reference_settings, lossless=False)
+            chosen = _chosen(formats)
+            verdicts = judge_all(model, folder, settings or [], trusted, chosen)
+            results = list(_show(verdicts))
+            _write_all(results, output, as_json=as_json)
+            raise typer.Exit(any(each.failures for each in results))
         candidate = engine_config(folder, settings or [])
         reference = engine_config(
             reference_model or folder, _reference(settings, reference_settings, lossless=lossless)
@@ -83,6 +98,50 @@ def gate(
         _print(result)
     if not result.passed:
         raise typer.Exit(1)
+
+
+def _chosen(formats: str) -> tuple[str, ...]:
+    chosen = tuple(WEIGHTS) if formats == "all" else tuple(formats.split(","))
+    if unknown := set(chosen) - WEIGHTS.keys():
+        raise SettingsError(f"--formats: {min(unknown)!r} is none of {', '.join(WEIGHTS)}")
+    return chosen
+
+
+def _show(results: Iterator[FormatResult]) -> Iterator[FormatResult]:
+    """Tell each verdict when it is there: all of them take minutes."""
+    out = Console(stderr=True)
+    for each in results:
+        verdict = "; ".join(each.failures) or "passed"
+        out.print(f"{' '.join(_cells(each))}: {verdict}", markup=False, highlight=False)
+        yield each
+
+
+def _write_all(results: Sequence[FormatResult], output: Path | None, *, as_json: bool) -> None:
+    report = {"format": FORMAT, "results": [each.to_dict() for each in results]}
+    text = json.dumps(report, indent=2, default=str)
+    if output is not None:
+        output.write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        typer.echo(text)
+        return
+    table = Table("weights", "KV", "right", "perplexity", "by KV", "mean KL", "top-1", box=None)
+    for each in results:
+        table.add_row(*_cells(each))
+    Console().print(table)
+
+
+def _cells(each: FormatResult) -> tuple[str, ...]:
+    assert each.result.quality is not None, "there are limits"
+    quality = each.result.quality["all"]
+    return (
+        each.weights,
+        each.kv_dtype,
+        f"{sum(answer.is_right for answer in each.result.questions)} of 6",
+        f"{quality.perplexity_increase:+.3%}",
+        f"{each.kv_increase:+.3%}",
+        f"{quality.mean_kl:.5f}",
+        f"{quality.top1_agreement:.2%}",
+    )
 
 
 def _reference(
