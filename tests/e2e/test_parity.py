@@ -15,7 +15,10 @@ from tests.oracle import Oracle
 
 pytestmark = pytest.mark.timeout(300)
 
-NUM_TOKENS = 100
+# Prompts up to this length, and tokens of each. More is for `make bit-equality`; what one engine
+# makes of all prompts is compared with transformers by tests/engine/test_parity.py.
+SOME = (700, 32)
+ALL = (4000, 100)
 AT_ONCE = 16
 EXACT = ["--dtype", "float32"]
 EXACT += ["--set", "prefill.quantization=none", "--set", "decode.quantization=none"]
@@ -27,7 +30,9 @@ def prompts(smollm2_path: Path) -> dict[str, list[int]]:
     return {text[:20]: tokenizer.encode(text).ids for text in VARIED_PROMPTS}
 
 
-async def generate_all(mesh: RunningMesh, prompts: Mapping[str, list[int]]) -> dict[str, list[int]]:
+async def generate_all(
+    mesh: RunningMesh, prompts: Mapping[str, list[int]], num_tokens: int
+) -> dict[str, list[int]]:
     """Greedy tokens of every prompt, `AT_ONCE` requests in flight."""
     turn = asyncio.Semaphore(AT_ONCE)
     async with grpc.aio.insecure_channel(mesh.status()["grpc_address"]) as channel:
@@ -38,7 +43,7 @@ async def generate_all(mesh: RunningMesh, prompts: Mapping[str, list[int]]) -> d
                 model=MODEL,
                 prompt_token_ids=types_pb2.TokenSequence(token_ids=token_ids),
                 sampling_params=types_pb2.SamplingParams(
-                    max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True
+                    max_tokens=num_tokens, temperature=0, ignore_eos=True
                 ),
             )
             async with turn:
@@ -49,18 +54,23 @@ async def generate_all(mesh: RunningMesh, prompts: Mapping[str, list[int]]) -> d
     return dict(zip(prompts, answers, strict=True))
 
 
+@pytest.mark.parametrize("extent", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)])
 async def test_both_modes_give_the_tokens_of_transformers(
+    extent: tuple[int, int],
     tmp_path: Path,
     model_home: Path,
     smollm2_path: Path,
     prompts: Mapping[str, list[int]],
 ) -> None:
+    max_prompt_tokens, num_tokens = extent
+    chosen = {name: ids for name, ids in prompts.items() if len(ids) <= max_prompt_tokens}
+    assert len(chosen) >= 16
     answers: dict[str, dict[str, list[int]]] = {}
     for mode in ("disaggregated", "local"):
         arguments = (*EXACT, "--set", f"scheduler.mode={mode}")
         mesh = await asyncio.to_thread(start_mesh, tmp_path / mode, model_home, *arguments)
         try:
-            answers[mode] = await generate_all(mesh, prompts)
+            answers[mode] = await generate_all(mesh, chosen, num_tokens)
             pulls = mesh.services("kv_transfer")[0]["pulls"]
         finally:
             await asyncio.to_thread(pdmesh, mesh.home, "down")
@@ -70,5 +80,5 @@ async def test_both_modes_give_the_tokens_of_transformers(
     oracle = Oracle(smollm2_path)
     for name, output_token_ids in answers["local"].items():
         expected = oracle.log_probabilities(prompts[name], output_token_ids)
-        assert len(output_token_ids) == NUM_TOKENS
+        assert len(output_token_ids) == num_tokens
         assert expected.argmax(-1).tolist() == output_token_ids, name

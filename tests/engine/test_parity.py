@@ -1,4 +1,8 @@
-"""The default model's tokens equal those of `transformers`, however they are computed."""
+"""The default model's tokens equal those of `transformers`, however they are computed.
+
+Other ways to compute them are compared in every number format by test_bit_equality; here they
+are tried with all prompts to their hundredth token, by `make bit-equality`.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,8 +22,8 @@ pytestmark = pytest.mark.timeout(300)
 
 NUM_TOKENS = 100
 # On torch, which is slower.
-NUM_FEW_TOKENS = 24
-NUM_TORCH_PROMPTS = 16
+NUM_FEW_TOKENS = 16
+NUM_TORCH_PROMPTS = 8
 
 Continuations = Mapping[str, Continuation]
 
@@ -67,10 +71,6 @@ def first_token_ids(continuations: Continuations) -> dict[str, tuple[int, ...]]:
     return {name: each.token_ids[:NUM_FEW_TOKENS] for name, each in continuations.items()}
 
 
-def seeded(name: str) -> SamplingParams:
-    return SamplingParams(40, temperature=0.9, top_p=0.95, seed=42)
-
-
 def test_there_are_twenty_prompts_of_one_token_to_nearly_three_thousand(
     prompts: Mapping[str, list[int]],
 ) -> None:
@@ -102,6 +102,7 @@ def test_greedy_tokens_and_log_probabilities_equal_transformers(
         assert (torch.tensor(ours.logprobs) - chosen).abs().max() < 1e-4, name
 
 
+@pytest.mark.exhaustive
 def test_alone_gives_the_same_tokens(
     batched: Continuations, prompts: Mapping[str, list[int]], config: EngineConfig
 ) -> None:
@@ -111,6 +112,7 @@ def test_alone_gives_the_same_tokens(
     assert token_ids(alone) == token_ids(batched)
 
 
+@pytest.mark.exhaustive
 def test_chunks_of_32_give_the_same_tokens(
     batched: Continuations, prompts: Mapping[str, list[int]], config: EngineConfig
 ) -> None:
@@ -119,22 +121,13 @@ def test_chunks_of_32_give_the_same_tokens(
         assert token_ids(run(chunked, prompts, greedy)) == token_ids(batched)
 
 
+@pytest.mark.exhaustive
 def test_a_warm_prefix_cache_gives_the_same_tokens(
     warm: Continuations, batched: Continuations, prompts: Mapping[str, list[int]]
 ) -> None:
     assert token_ids(warm) == token_ids(batched)
     for name, prompt in prompts.items():
         assert warm[name].num_cached_tokens == (len(prompt) - 1) // 16 * 16
-
-
-def test_seeded_sampling_gives_the_same_tokens_alone_and_among_sixteen(
-    engine: Engine, prompts: Mapping[str, list[int]]
-) -> None:
-    alone = run(engine, {"p1": prompts["p1"]}, seeded)
-    among = run(engine, dict(list(prompts.items())[:16]), seeded)
-
-    assert among["p1"] == alone["p1"]
-    assert len(set(alone["p1"].token_ids)) > 5
 
 
 def test_the_torch_backend_gives_the_same_tokens(
@@ -144,8 +137,8 @@ def test_the_torch_backend_gives_the_same_tokens(
     backend: BackendName = "torch"
     with running_engine(replace(config, backend=backend)) as on_torch:
         together = run(on_torch, {name: prompts[name] for name in chosen}, few_greedy)
-        alone = run(on_torch, {name: prompts[name] for name in chosen[:4]}, few_greedy, at_once=1)
+        alone = run(on_torch, {name: prompts[name] for name in chosen[:2]}, few_greedy, at_once=1)
 
     expected = first_token_ids(batched)
     assert token_ids(together) == {name: expected[name] for name in chosen}
-    assert token_ids(alone) == {name: expected[name] for name in chosen[:4]}
+    assert token_ids(alone) == {name: expected[name] for name in chosen[:2]}
