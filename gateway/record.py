@@ -78,7 +78,7 @@ class RequestRecord:
         self._jobs = [job for group in groups for job in group]
         self._prompts = [group[0] for group in groups]
         for job in self._prompts:
-            self._recent.prefixes.add(job.request.cache_salt, job.model, job.prompt_token_ids)
+            self._recent.prefixes.add(self.caller.key, job.model, job.prompt_token_ids)
         self.timeline.enter(types_pb2.STAGE_QUEUE)
         for job in self._jobs:
             job.trace.timeline = self.timeline.fork(types_pb2.STAGE_QUEUE)

@@ -9,6 +9,7 @@ import pytest
 from gateway.dashboard.prefixes import MAX_KEYS, MAX_PROMPTS, MAX_TOKENS, PromptPrefixes
 from mesh.diagnosis import diagnose_prefixes
 from tests.gateway.fakes import FakeMesh
+from tests.gateway.keyed import add_key, bearer
 from tests.gateway.running import chat, run_gateway
 
 TEMPLATE = list(range(100, 200))
@@ -72,19 +73,25 @@ def test_keys_prompts_and_tokens_that_are_kept_are_bounded() -> None:
 async def test_the_gateway_tells_the_token_by_its_text_to_whoever_has_the_key(
     tmp_path: Path,
 ) -> None:
+    keys_path = tmp_path / "keys.yaml"
+    callers = {name: add_key(keys_path, name) for name in ("ada", "guest")}
+    admin = add_key(keys_path, "root", is_admin=True)
     async with (
         FakeMesh() as mesh,
-        run_gateway(mesh, dashboard_key="k") as gateway,
+        run_gateway(mesh, keys_path=keys_path) as gateway,
         httpx.AsyncClient(base_url=gateway.url) as http,
     ):
         for number in range(5):
             said = f"now it is {number}, and the rest is always the same. secret {number}"
-            await http.post("/v1/chat/completions", json=chat(said))
-        refused = await http.get("/dashboard/api/prefixes")
-        response = await http.get("/dashboard/api/prefixes", params={"key": "k"})
+            await http.post("/v1/chat/completions", json=chat(said), headers=bearer(callers["ada"]))
+        # Another key's prompts are no part of it.
+        await http.post("/v1/chat/completions", json=chat(), headers=bearer(callers["guest"]))
+        refused = await http.get("/dashboard/api/prefixes", headers=bearer(callers["ada"]))
+        response = await http.get("/dashboard/api/prefixes", headers=bearer(admin))
 
     assert refused.status_code == 401
     [found] = response.json()["prefixes"]
+    assert (found["key"], found["num_prompts"]) == ("ada", 5)
     assert found["num_shared_tokens"] == len("user: now it is ")
     assert found["shared_text"] == "is "
     assert sorted(found["next_texts"]) == ["0", "1", "2"]
