@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,13 @@ class LaunchOptions:
     port: int = 8000
     num_prefill: int = 1
     num_decode: int = 1
+    # Of what a mesh may have more than one of so that one can fail; the gateways listen on
+    # `port` and the ports after it.
+    num_gateways: int = 1
+    num_tokenizers: int = 1
+    num_schedulers: int = 1
+    # Workers take turns: each is served by one.
+    num_kv_transfer: int = 1
     # The gateway's parameter rules.
     rules_path: Path | None = None
     redis_url: str | None = None
@@ -53,17 +60,17 @@ class Launch:
     # Where the supervisor takes orders.
     control_address: str
     environment: Mapping[str, str]
+    kv_transfer_addresses: tuple[str, ...]
 
     def worker(self, role: str, index: int) -> ServiceSpec:
         """One worker more, on ports that are free now."""
         port, metrics_port = find_free_ports(2)
-        address = f"127.0.0.1:{port}"
+        own = _own_worker_settings(index, f"127.0.0.1:{port}", self.kv_transfer_addresses)
         return _python_service(
             f"{role}-{index}",
-            address,
+            f"127.0.0.1:{port}",
             f"127.0.0.1:{metrics_port}",
-            self.environment,
-            _grpc_probe(address),
+            {**self.environment, **own},
         )
 
     def drain_timeout_s(self, role: str) -> float:
@@ -74,44 +81,82 @@ class Launch:
 
 def plan_launch(home: Home, options: LaunchOptions, environment: Mapping[str, str]) -> Launch:
     """Choose ports and write nothing; `environment` is what children inherit."""
-    workers = [("prefill", i) for i in range(options.num_prefill)]
-    workers += [("decode", i) for i in range(options.num_decode)]
-    redis_port, control, inference, tokenizer, scheduler, transfer, *more_ports = find_free_ports(
-        10 + 2 * len(workers)
-    )
-    worker_ports, metrics_ports = more_ports[: len(workers)], more_ports[len(workers) :]
-    url = f"http://{options.host}:{options.port}"
-    grpc_address = f"127.0.0.1:{inference}"
-    addresses = {
-        "tokenizer-0": f"127.0.0.1:{tokenizer}",
-        "scheduler-0": f"127.0.0.1:{scheduler}",
-        "kv_transfer-0": f"127.0.0.1:{transfer}",
-    }
-    addresses |= {
-        f"{role}-{index}": f"127.0.0.1:{port}"
-        for (role, index), port in zip(workers, worker_ports, strict=True)
-    }
+    names = _names(options)
+    redis_port, control, *ports = find_free_ports(2 + 2 * len(names) + options.num_gateways)
+    service_ports, metrics_ports = ports[: len(names)], ports[len(names) : 2 * len(names)]
+    inference_addresses = [f"127.0.0.1:{port}" for port in ports[2 * len(names) :]]
+    addresses = {name: f"127.0.0.1:{port}" for name, port in zip(names, service_ports, strict=True)}
+    gateways = [name for name in names if _role(name) == "gateway"]
+    for index, name in enumerate(gateways):
+        addresses[name] = f"{options.host}:{options.port + index}"
     redis_url = options.redis_url or f"redis://127.0.0.1:{redis_port}/0"
-    topology = _topology(home, options, redis_url, addresses, grpc_address)
+    topology = _topology(home, options, redis_url, addresses, inference_addresses[0])
 
     env = _child_environment(home, environment)
-    probes = {name: _grpc_probe(address) for name, address in addresses.items()}
-    addresses["gateway-0"] = f"{options.host}:{options.port}"
-    probes["gateway-0"] = _http_probe(url)
-    specs = [
-        _python_service(name, addresses[name], f"127.0.0.1:{port}", env, probe)
-        for (name, probe), port in zip(probes.items(), metrics_ports, strict=True)
-    ]
+    specs = []
+    for name, metrics_port in zip(names, metrics_ports, strict=True):
+        own = _own_settings(home, name, addresses, inference_addresses)
+        metrics_address = f"127.0.0.1:{metrics_port}"
+        specs.append(_python_service(name, addresses[name], metrics_address, env | own))
     if options.redis_url is None:
         specs.insert(0, _redis_service(home, redis_port, redis_url, environment))
     return Launch(
         specs=tuple(specs),
         topology=topology,
-        url=url,
-        grpc_address=grpc_address,
+        url=f"http://{options.host}:{options.port}",
+        grpc_address=inference_addresses[0],
         control_address=f"127.0.0.1:{control}",
         environment=env,
+        kv_transfer_addresses=tuple(_all_of("kv_transfer", addresses)),
     )
+
+
+def _names(options: LaunchOptions) -> list[str]:
+    """Of every service but Redis, in the order in which they are shown."""
+    counts = {
+        "tokenizer": options.num_tokenizers,
+        "scheduler": options.num_schedulers,
+        "kv_transfer": options.num_kv_transfer,
+        "prefill": options.num_prefill,
+        "decode": options.num_decode,
+        "gateway": options.num_gateways,
+    }
+    return [f"{role}-{index}" for role, count in counts.items() for index in range(count)]
+
+
+def _role(name: str) -> str:
+    return name.rpartition("-")[0]
+
+
+def _own_settings(
+    home: Home, name: str, addresses: Mapping[str, str], inference_addresses: Sequence[str]
+) -> dict[str, str]:
+    """What distinguishes one service from the others of its role."""
+    role, _, number = name.rpartition("-")
+    index = int(number)
+    if role == "gateway":
+        return {
+            "PDMESH_PORT": addresses[name].rpartition(":")[2],
+            "PDMESH_INFERENCE_LISTEN": inference_addresses[index],
+        }
+    if role in ("prefill", "decode"):
+        return _own_worker_settings(index, addresses[name], _all_of("kv_transfer", addresses))
+    own = {"PDMESH_LISTEN": addresses[name]}
+    if role == "kv_transfer" and index > 0:
+        # Each owns its store.
+        own["PDMESH_DISK_PATH"] = f"{home.kv}-{index}"
+    return own
+
+
+def _own_worker_settings(index: int, address: str, agents: Sequence[str]) -> dict[str, str]:
+    return {
+        "PDMESH_LISTEN": address,
+        "PDMESH_KV_TRANSFER_ADDRESS": agents[index % len(agents)],
+    }
+
+
+def _all_of(role: str, addresses: Mapping[str, str]) -> list[str]:
+    return [address for name, address in addresses.items() if _role(name) == role]
 
 
 def write_topology(home: Home, topology: Mapping[str, Any]) -> None:
@@ -130,7 +175,6 @@ def _topology(
     worker = {
         "model": options.model_name,
         "model_path": str(options.model_path),
-        "kv_transfer_address": addresses["kv_transfer-0"],
         "segment_prefix": home.segment_prefix,
         # Each pool may use all cores: mostly one of them waits for work, and where both have it
         # the prefill workers' lower priority decides.
@@ -141,8 +185,8 @@ def _topology(
             "host": options.host,
             "port": options.port,
             "inference_listen": grpc_address,
-            "tokenizer_addresses": [addresses["tokenizer-0"]],
-            "scheduler_addresses": [addresses["scheduler-0"]],
+            "tokenizer_addresses": _all_of("tokenizer", addresses),
+            "scheduler_addresses": _all_of("scheduler", addresses),
             "keys_path": str(home.keys_file),
         },
         "tokenizer": {"models": {options.model_name: str(options.model_path)}},
@@ -181,23 +225,17 @@ def _child_environment(home: Home, environment: Mapping[str, str]) -> dict[str, 
 
 
 def _python_service(
-    name: str,
-    address: str,
-    metrics_address: str,
-    env: Mapping[str, str],
-    probe: Callable[[], Awaitable[bool]],
+    name: str, address: str, metrics_address: str, env: Mapping[str, str]
 ) -> ServiceSpec:
-    role = name.rsplit("-", 1)[0]
+    role = _role(name)
     package = role if role == "gateway" else f"{role}_svc"
-    own = {"PDMESH_WORKER_ID": name, "PDMESH_METRICS_LISTEN": metrics_address}
-    if role != "gateway":
-        own["PDMESH_LISTEN"] = address
+    probe = _http_probe(f"http://{address}") if role == "gateway" else _grpc_probe(address)
     return ServiceSpec(
         name=name,
         role=role,
         worker_id=name,
         argv=(sys.executable, "-m", package),
-        env={**env, **own},
+        env={**env, "PDMESH_WORKER_ID": name, "PDMESH_METRICS_LISTEN": metrics_address},
         address=address,
         metrics_address=metrics_address,
         probe=probe,

@@ -73,11 +73,11 @@ async def _service(record: ServiceRecord, state: MeshState) -> dict[str, Any]:
         "pid": record.pid,
         "address": record.address,
         "metrics_address": record.metrics_address,
-        "state": await _health(record, state),
+        "state": await _health(record),
         "restarts": record.restarts,
         "engine": None,
     }
-    if record.role == "gateway":
+    if f"http://{record.address}" == state.url:
         described["grpc_address"] = state.grpc_address
     details = _DETAILS.get(record.role)
     if details is not None and described["state"] in ("ok", "unhealthy"):
@@ -90,7 +90,7 @@ async def _service(record: ServiceRecord, state: MeshState) -> dict[str, Any]:
     return described
 
 
-async def _health(record: ServiceRecord, state: MeshState) -> str:
+async def _health(record: ServiceRecord) -> str:
     """One of ok, unhealthy, starting, restarting, stopped, dead."""
     if find_process(record) is None:
         return "restarting" if record.state == "restarting" else "dead"
@@ -99,7 +99,7 @@ async def _health(record: ServiceRecord, state: MeshState) -> str:
     if record.role == "redis":
         return "ok"
     if record.role == "gateway":
-        healthy = await asyncio.to_thread(http_health, state.url) == 200
+        healthy = await asyncio.to_thread(http_health, f"http://{record.address}") == 200
     else:
         healthy = await grpc_health(record.address) == "SERVING"
     return "ok" if healthy else "unhealthy"

@@ -41,6 +41,14 @@ def up(
     port: Annotated[int, typer.Option(help="The gateway's port.", min=1, max=65535)] = 8000,
     prefill: Annotated[int, typer.Option(help="Prefill workers.", min=0, max=64)] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers.", min=1, max=64)] = 1,
+    gateways: Annotated[
+        int, typer.Option(help="Gateways, on --port and the ports after it.", min=1, max=16)
+    ] = 1,
+    tokenizers: Annotated[int, typer.Option(help="Tokenizers.", min=1, max=16)] = 1,
+    schedulers: Annotated[int, typer.Option(help="Schedulers.", min=1, max=16)] = 1,
+    kv_transfer: Annotated[
+        int, typer.Option(help="KV transfer agents; workers take turns.", min=1, max=16)
+    ] = 1,
     rules: Annotated[
         Path | None,
         typer.Option(help="Parameter rules, see `pdmesh rules`.", exists=True, dir_okay=False),
@@ -75,6 +83,10 @@ def up(
             port=port,
             num_prefill=prefill,
             num_decode=decode,
+            num_gateways=gateways,
+            num_tokenizers=tokenizers,
+            num_schedulers=schedulers,
+            num_kv_transfer=kv_transfer,
             rules_path=rules,
             redis_url=redis_url,
             otlp_endpoint=otlp_endpoint,

@@ -34,3 +34,38 @@ def test_up_refuses_a_rules_file_that_is_not_there(tmp_path: Path) -> None:
 
     assert result.exit_code == 2
     assert "--rules" in result.output
+
+
+def test_services_that_may_fail_one_at_a_time_are_told_apart(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    options = LaunchOptions(
+        "smol",
+        tmp_path,
+        port=9000,
+        num_prefill=2,
+        num_decode=3,
+        num_gateways=2,
+        num_tokenizers=2,
+        num_schedulers=2,
+        num_kv_transfer=2,
+    )
+
+    launch = plan_launch(home, options, {})
+
+    specs = {spec.name: spec for spec in launch.specs}
+    assert specs["gateway-0"].address == "127.0.0.1:9000"
+    assert specs["gateway-1"].address == "127.0.0.1:9001"
+    assert specs["gateway-1"].env["PDMESH_PORT"] == "9001"
+    assert launch.grpc_address == specs["gateway-0"].env["PDMESH_INFERENCE_LISTEN"]
+    for name in ("tokenizer", "scheduler"):
+        assert launch.topology["gateway"][f"{name}_addresses"] == [
+            specs[f"{name}-{index}"].address for index in range(2)
+        ]
+    agents = [specs[f"kv_transfer-{index}"].address for index in range(2)]
+    served_by = [specs[f"decode-{i}"].env["PDMESH_KV_TRANSFER_ADDRESS"] for i in range(3)]
+    assert served_by == [agents[0], agents[1], agents[0]]
+    assert launch.topology["kv_transfer"]["disk_path"] == str(home.kv)
+    assert specs["kv_transfer-1"].env["PDMESH_DISK_PATH"] == f"{home.kv}-1"
+    own = [spec.env.get("PDMESH_METRICS_LISTEN") for spec in specs.values() if spec.role != "redis"]
+    own += [spec.address for spec in specs.values()]
+    assert len(set(own)) == len(own)
