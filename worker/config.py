@@ -89,8 +89,13 @@ class WorkerConfig(ServiceConfig):
             raise ValueError(f"listening on {host} needs advertise_host: others cannot call {host}")
         return self
 
+    @property
+    def own_segment_prefix(self) -> str:
+        """Begins the names of this worker's segments, an incarnation ends them."""
+        return f"{self.segment_prefix}{self.worker_id}-"
+
     def segment_path(self, incarnation: str) -> Path:
-        return self.segment_dir / f"{self.segment_prefix}{self.worker_id}-{incarnation}"
+        return self.segment_dir / f"{self.own_segment_prefix}{incarnation}"
 
     def engine_config(self, incarnation: str) -> EngineConfig:
         path = self.segment_path(incarnation)

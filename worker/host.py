@@ -31,6 +31,7 @@ from worker.engine_metrics import watched_engine
 from worker.engine_port import EnginePort
 from worker.progress import ProgressMonitor
 from worker.segment_attachment import SegmentAttachment
+from worker.stale_segments import remove_stale_segments
 from worker.streams import ActiveStreams
 from worker.tiered_kv import TieredKv, TierOwner
 from worker.transfer_agent import TransferAgent
@@ -73,6 +74,7 @@ async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None
     What was made last goes first: the engine outlives its calls.
     """
     os.nice(config.os_priority)
+    remove_stale_segments(config.segment_dir, config.own_segment_prefix)
     incarnation = new_incarnation()
     async with AsyncExitStack() as stack:
         redis = connect_redis(config.redis_url)

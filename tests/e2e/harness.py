@@ -65,11 +65,13 @@ def pdmesh(home: Path, *arguments: str, check: bool = True) -> str:
     return result.stdout
 
 
-def start_mesh(home: Path, model_home: Path, *arguments: str) -> RunningMesh:
+def start_mesh(
+    home: Path, model_home: Path, *arguments: str, port: int | None = None
+) -> RunningMesh:
     home.mkdir(exist_ok=True)
     if not (home / "models").exists():
         (home / "models").symlink_to(model_home / "models")
-    [port] = find_free_ports(1)
+    port = port or find_free_ports(1)[0]
     pdmesh(home, "up", "--detach", "--port", str(port), *arguments)
     return RunningMesh(home, port)
 

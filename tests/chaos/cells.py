@@ -1,0 +1,198 @@
+"""One cell of the chaos matrix: a role, a fault and the stage in which it strikes."""
+
+import asyncio
+import itertools
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tests.chaos.probe import MeshProbe, signal_service
+from tests.chaos.streams import Answer, Streams
+
+
+class Fault(StrEnum):
+    """What happens to the victim."""
+
+    SIGKILL = "SIGKILL"
+    SIGSTOP = "SIGSTOP"
+    RESTART = "restart"
+
+
+class Stage(StrEnum):
+    """What at least some of the streams are doing at that moment."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    TRANSFERRING = "transferring"
+    DECODING = "decoding"
+
+
+ROLES = ("gateway", "tokenizer", "scheduler", "prefill", "decode", "kv_transfer", "redis")
+
+# More than the 6 s after which a silent peer is given up.
+SHORT_FREEZE_S = 8.0
+LONG_FREEZE_S = 20.0
+MAX_EXTRA_WAIT_S = 10.0
+CLEAN_WITHIN_S = 5.0
+_STAGE_TIMEOUT_S = 30.0
+_WHOLE_WITHIN_S = 60.0
+_salts = itertools.count()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Strikes the last process of `role`, which is the only one of Redis."""
+
+    role: str
+    fault: Fault
+    stage: Stage
+    freeze_s: float = LONG_FREEZE_S
+
+    def __str__(self) -> str:
+        return f"{self.role}-{self.fault}-{self.stage}"
+
+
+MATRIX = [Cell(*one) for one in itertools.product(ROLES, Fault, Stage)]
+
+
+async def undisturbed(probe: MeshProbe) -> list[Answer]:
+    """What the streams answer when nothing happens."""
+    answers = await Streams(_urls(probe), f"undisturbed-{next(_salts)}").run()
+    assert [answer.error for answer in answers if answer.error is not None] == []
+    return answers
+
+
+async def run_cell(cell: Cell, probe: MeshProbe, expected: list[Answer]) -> list[str]:
+    """Everything that went wrong."""
+    victim = [one.name for one in probe.services(cell.role)][-1]
+    streams = Streams(_urls(probe), f"{cell}-{next(_salts)}")
+    running = asyncio.create_task(streams.run())
+    try:
+        if not await _reached(cell, victim, probe, streams, running):
+            return [f"no stream was {cell.stage} within {_STAGE_TIMEOUT_S:.0f} s"]
+        thawing = asyncio.create_task(_strike(cell, victim, probe))
+        answers = await running
+        problems = _compare(cell, victim, probe, streams, answers, expected)
+        # What a frozen process holds can be seen, and given back, only afterwards.
+        if cell.fault is not Fault.SIGSTOP:
+            but_for = {victim}
+            left = await probe.wait_until_clean(CLEAN_WITHIN_S, but_for)
+            problems += [f"{name} still holds {held}" for name, held in left.items()]
+        await thawing
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    thawed = time.monotonic()
+    left = await probe.wait_until_clean(CLEAN_WITHIN_S, {victim} - _frozen(cell, victim))
+    problems += [f"{name} still holds {held} in the end" for name, held in left.items()]
+    missing = await probe.wait_until_whole(_WHOLE_WITHIN_S)
+    problems += [f"{name} is not back: {why}" for name, why in missing.items()]
+    left = await probe.wait_until_clean(CLEAN_WITHIN_S)
+    problems += [f"{name} came back with {held}" for name, held in left.items()]
+    print(f"{cell}: whole again after {time.monotonic() - thawed:.1f} s")
+    return problems
+
+
+def _frozen(cell: Cell, victim: str) -> set[str]:
+    return {victim} if cell.fault is Fault.SIGSTOP else set()
+
+
+def _urls(probe: MeshProbe) -> list[str]:
+    return [f"http://{one.address}" for one in probe.services("gateway")]
+
+
+async def _strike(cell: Cell, victim: str, probe: MeshProbe) -> None:
+    """Returns when the victim may be itself again."""
+    service = probe.service(victim)
+    match cell.fault:
+        case Fault.SIGKILL:
+            signal_service(service, signal.SIGKILL)
+        case Fault.RESTART:
+            signal_service(service, signal.SIGTERM)
+        case Fault.SIGSTOP:
+            signal_service(service, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(cell.freeze_s)
+            finally:
+                signal_service(service, signal.SIGCONT)
+
+
+def _compare(
+    cell: Cell,
+    victim: str,
+    probe: MeshProbe,
+    streams: Streams,
+    answers: list[Answer],
+    expected: list[Answer],
+) -> list[str]:
+    """A dead gateway takes its streams with it, and a frozen one delays them."""
+    excused = set()
+    if cell.role == "gateway":
+        excused = streams.numbers_at(f"http://{probe.service(victim).address}")
+    slowest_s = max(answer.duration_s for answer in expected)
+    problems = []
+    for number, (answer, should) in enumerate(zip(answers, expected, strict=True)):
+        if number in excused and cell.fault is not Fault.SIGSTOP:
+            continue
+        if difference := answer.differs_from(should):
+            problems.append(f"stream {number}: {difference}")
+        if number not in excused and answer.duration_s > slowest_s + MAX_EXTRA_WAIT_S:
+            problems.append(
+                f"stream {number}: took {answer.duration_s:.1f} s, undisturbed {slowest_s:.1f} s"
+            )
+    print(f"{cell}: {max(a.duration_s for a in answers):.1f} s, undisturbed {slowest_s:.1f} s")
+    return problems
+
+
+async def _reached(
+    cell: Cell,
+    victim: str,
+    probe: MeshProbe,
+    streams: Streams,
+    running: "asyncio.Task[list[Answer]]",
+) -> bool:
+    """Wait for the stage, in the victim if it is one of its own."""
+    is_so = _STAGES[cell.stage]
+    deadline = time.monotonic() + _STAGE_TIMEOUT_S
+    while time.monotonic() < deadline and not running.done():
+        if await is_so(cell, victim, probe, streams):
+            return True
+    return False
+
+
+async def _is_queued(cell: Cell, victim: str, probe: MeshProbe, streams: Streams) -> bool:
+    return await probe.num_waiting() > 0
+
+
+async def _is_prefilling(cell: Cell, victim: str, probe: MeshProbe, streams: Streams) -> bool:
+    loads = await probe.loads("prefill")
+    names = [victim] if cell.role == "prefill" else list(loads)
+    return any(loads[name].num_running > 0 for name in names)
+
+
+async def _is_transferring(cell: Cell, victim: str, probe: MeshProbe, streams: Streams) -> bool:
+    """A lease begins with a long prompt's first chunk and ends when its last block is read."""
+    leased, decoding = await asyncio.gather(probe.loads("prefill"), probe.loads("decode"))
+    names = [victim] if cell.role == "prefill" else list(leased)
+    if cell.role == "decode" and decoding[victim].num_waiting == 0:
+        return False
+    return any(leased[name].num_leases > 0 for name in names)
+
+
+async def _is_decoding(cell: Cell, victim: str, probe: MeshProbe, streams: Streams) -> bool:
+    loads = await probe.loads("decode")
+    names = [victim] if cell.role == "decode" else list(loads)
+    if not any(loads[name].num_running > 0 for name in names):
+        return False
+    return sum(count >= 5 for count in streams.num_deltas) >= 2
+
+
+_Check = Callable[[Cell, str, MeshProbe, Streams], Awaitable[bool]]
+_STAGES: dict[Stage, _Check] = {
+    Stage.QUEUED: _is_queued,
+    Stage.PREFILLING: _is_prefilling,
+    Stage.TRANSFERRING: _is_transferring,
+    Stage.DECODING: _is_decoding,
+}
