@@ -22,6 +22,9 @@ SETTINGS = {
     "prefill.max_num_batched_tokens": 64,
     "prefill.kv_cache_memory_bytes": 64 << 20,
     "decode.kv_cache_memory_bytes": 64 << 20,
+    # Shorter than many a stream takes: those have to move.
+    "prefill.drain_timeout_s": 2,
+    "decode.drain_timeout_s": 2,
     "kv_transfer.host_memory_bytes": 16 << 20,
     "kv_transfer.disk_bytes": 64 << 20,
 }

@@ -100,12 +100,19 @@ class MeshProbe:
         """What is left when nothing is any more, or after `timeout_s`."""
         return await _until_empty(lambda: self.left_behind(but_for), timeout_s)
 
-    async def wait_until_whole(self, timeout_s: float) -> dict[str, str]:
-        """Until every service serves, is known where it should be, and has left no files."""
-        return await _until_empty(self._missing, timeout_s)
+    async def wait_until_whole(
+        self, timeout_s: float, replaced: ServiceRecord | None = None
+    ) -> dict[str, str]:
+        """Until every service serves, is known where it should be, and has left no files.
 
-    async def _missing(self) -> dict[str, str]:
+        `replaced` is a process that has ended, or is about to.
+        """
+        return await _until_empty(lambda: self._missing(replaced), timeout_s)
+
+    async def _missing(self, replaced: ServiceRecord | None) -> dict[str, str]:
         missing: dict[str, str] = {}
+        if replaced is not None and self.service(replaced.name).pid == replaced.pid:
+            missing[replaced.name] = "not replaced"
         for service in self.services():
             if service.state != "running" or find_process(service) is None:
                 missing[service.name] = service.state

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,32 +115,46 @@ class Streams:
         answer.duration_s = time.monotonic() - started
 
     async def _read(self, http: httpx.AsyncClient, number: int, answer: Answer) -> None:
-        url = f"{self._url(number)}/v1/completions"
-        async with http.stream("POST", url, json=body(number, self._cache_salt)) as response:
-            if response.status_code != 200:
-                answer.error = f"{response.status_code} {(await response.aread()).decode()}"
-                return
-            async for line in response.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                data = line.removeprefix("data: ")
-                if data == "[DONE]":
-                    answer.is_whole = True
-                    continue
-                self._take(number, answer, json.loads(data))
-
-    def _take(self, number: int, answer: Answer, event: dict[str, Any]) -> None:
-        if "error" in event:
-            answer.error = str(event["error"])
-            return
-        if usage := event.get("usage"):
-            answer.prompt_tokens = usage["prompt_tokens"]
-            answer.completion_tokens = usage["completion_tokens"]
-        for choice in event["choices"]:
-            answer.text += choice["text"]
-            answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-            if logprobs := choice.get("logprobs"):
-                answer.token_logprobs += zip(
-                    logprobs["tokens"], logprobs["token_logprobs"], strict=True
-                )
+        def count() -> None:
             self.num_deltas[number] += 1
+
+        await ask_one(http, self._url(number), body(number, self._cache_salt), answer, count)
+
+
+async def ask_one(
+    http: httpx.AsyncClient,
+    url: str,
+    asked: dict[str, Any],
+    answer: Answer,
+    on_delta: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill `answer` as it comes."""
+    async with http.stream("POST", f"{url}/v1/completions", json=asked) as response:
+        if response.status_code != 200:
+            answer.error = f"{response.status_code} {(await response.aread()).decode()}"
+            return
+        async for line in response.aiter_lines():
+            data = line.removeprefix("data: ")
+            if data == line:
+                continue
+            if data == "[DONE]":
+                answer.is_whole = True
+                continue
+            _take(answer, json.loads(data), on_delta)
+
+
+def _take(answer: Answer, event: dict[str, Any], on_delta: Callable[[], None]) -> None:
+    if "error" in event:
+        answer.error = str(event["error"])
+        return
+    if usage := event.get("usage"):
+        answer.prompt_tokens = usage["prompt_tokens"]
+        answer.completion_tokens = usage["completion_tokens"]
+    for choice in event["choices"]:
+        answer.text += choice["text"]
+        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+        if logprobs := choice.get("logprobs"):
+            answer.token_logprobs += zip(
+                logprobs["tokens"], logprobs["token_logprobs"], strict=True
+            )
+        on_delta()
