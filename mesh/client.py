@@ -9,7 +9,8 @@ from typing import Any, Self
 
 import grpc
 
-from mesh.errors import from_rpc_error
+from mesh.errors import InternalError, MeshError, WorkerUnavailable, from_rpc_error
+from mesh.interceptors import INTERNAL_MESSAGE
 from mesh.telemetry import request_id_var, trace_headers
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -99,6 +100,17 @@ def mesh_errors() -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
+
+
+def is_connection_lost(error: MeshError) -> bool:
+    """Whether gRPC broke the call: what a handler raises has details or a fixed text."""
+    cause = error.__cause__
+    return (
+        isinstance(error, WorkerUnavailable | InternalError)
+        and isinstance(cause, grpc.aio.AioRpcError)
+        and cause.details() != INTERNAL_MESSAGE
+        and not any(key == "grpc-status-details-bin" for key, _ in cause.trailing_metadata() or ())
+    )
 
 
 def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default: float) -> float:

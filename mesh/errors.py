@@ -130,6 +130,12 @@ class WorkerUnavailable(MeshError):
     reason = "WORKER_UNAVAILABLE"
 
 
+class Draining(WorkerUnavailable):
+    """Stopping in good order: another worker or scheduler serves the request, and nobody failed."""
+
+    reason = "DRAINING"
+
+
 class DeadlineExceeded(MeshError):
     """The caller's time is up."""
 
@@ -156,6 +162,7 @@ _BY_REASON: dict[str, type[MeshError]] = {
         KvTransferFailed,
         LayoutMismatch,
         WorkerUnavailable,
+        Draining,
         DeadlineExceeded,
         InternalError,
     )

@@ -288,6 +288,20 @@ NUM_WORKERS = Gauge(
     {"role": Values("prefill", "decode")},
     service="scheduler",
 )
+BREAKERS = Gauge(
+    "pdmesh.scheduler.breakers",
+    "{worker}",
+    "Workers that get no placements after failures, or one to find out",
+    {"state": Values("open", "half_open")},
+    service="scheduler",
+)
+BREAKER_OPENINGS = Counter(
+    "pdmesh.scheduler.breaker_openings",
+    "{opening}",
+    "Times that a worker was given no more placements for a while",
+    {"failure": Values("lost", "faulty")},
+    service="scheduler",
+)
 
 # Prefill and decode workers.
 NUM_RUNNING = Gauge(

@@ -16,6 +16,7 @@ from mesh.registry import (
 from mesh.server import MeshServer, serve
 from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc
 from scheduler_svc.block_replica import BlockReplica
+from scheduler_svc.breakers import BreakerState
 from scheduler_svc.cluster import Cluster
 from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.peers import Peers
@@ -75,7 +76,12 @@ async def running_scheduler(config: SchedulerConfig) -> AsyncIterator[Scheduler]
                 PredictedBlocks(ttl_s=config.predicted_ttl_s),
             )
             scheduler = Scheduler(
-                cluster, lookup, config.placement, config.queue, config.objectives
+                cluster,
+                lookup,
+                config.placement,
+                config.queue,
+                config.objectives,
+                breakers=config.breakers,
             )
             # A process that has its predecessor's id is still another scheduler.
             peers = Peers(redis, f"{config.worker_id}@{new_incarnation()}")
@@ -105,7 +111,14 @@ def _gauges(scheduler: Scheduler, replicas: Replicas) -> ExitStack:
     )
     stack.callback(metrics.NUM_QUEUED.watch(lambda: scheduler.num_waiting))
     stack.callback(metrics.NUM_PLACEMENTS.watch(lambda: scheduler.num_placements))
+    for state in (BreakerState.OPEN, BreakerState.HALF_OPEN):
+        in_state = partial(_num_breakers, scheduler, state)
+        stack.callback(metrics.BREAKERS.watch(in_state, {"state": state}))
     for role in Role:
         count = partial(scheduler.num_workers, role)
         stack.callback(metrics.NUM_WORKERS.watch(count, {"role": role}))
     return stack
+
+
+def _num_breakers(scheduler: Scheduler, state: BreakerState) -> int:
+    return sum(one is state for one in scheduler.breakers.states.values())

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from mesh.config import ServiceConfig
 from scheduler_svc.admission import QueueSettings
+from scheduler_svc.breakers import BreakerSettings
 from scheduler_svc.cost import CostWeights
 from scheduler_svc.objectives import Objectives
 from scheduler_svc.placement import ModePolicy, PlacementSettings
@@ -82,6 +83,15 @@ class SchedulerConfig(ServiceConfig):
         ge=1,
         description="how long a placement is kept for a gateway that says nothing of it",
     )
+    breaker_max_failures: int = Field(
+        3,
+        ge=1,
+        description="consecutive faults that make a worker get no placements for a while",
+    )
+    breaker_first_open_s: float = Field(
+        1.0, gt=0, description="how long, the first time; twice as long each time after"
+    )
+    breaker_max_open_s: float = Field(30.0, gt=0, description="... but no longer than this")
     refresh_interval_s: float = Field(
         0.25, gt=0, description="how often workers are read from Redis while any has requests"
     )
@@ -112,6 +122,12 @@ class SchedulerConfig(ServiceConfig):
     @property
     def queue(self) -> QueueSettings:
         return QueueSettings(self.max_num_waiting, self.max_overtaken_s, self.fair_share_tokens)
+
+    @property
+    def breakers(self) -> BreakerSettings:
+        return BreakerSettings(
+            self.breaker_max_failures, self.breaker_first_open_s, self.breaker_max_open_s
+        )
 
     @property
     def objectives(self) -> Objectives:

@@ -72,6 +72,11 @@ class Decision:
     # None where there was nothing to choose, or too little was measured.
     comparison: Comparison | None = None
 
+    @property
+    def parts(self) -> tuple[Assignment, ...]:
+        """Of each worker that takes part."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
+
 
 def place(
     facts: RequestFacts,

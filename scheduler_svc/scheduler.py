@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from mesh.errors import ModelNotFound, WorkerUnavailable
+from mesh.errors import Draining, MeshError, ModelNotFound
 from mesh.registry import RegisteredWorker
 from scheduler_svc.admission import AdmissionQueue, Claim, PriorityClass, QueueSettings
+from scheduler_svc.breakers import Breakers, BreakerSettings, Failure
 from scheduler_svc.cluster import Cluster
 from scheduler_svc.estimates import Estimates
 from scheduler_svc.forecast import Ahead, Forecast, forecast
@@ -80,6 +81,7 @@ class Scheduler:
         queue: QueueSettings,
         objectives: Objectives | None = None,
         *,
+        breakers: BreakerSettings | None = None,
         random_source: random.Random | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -90,12 +92,13 @@ class Scheduler:
         self._random = random_source or random.Random()
         self._clock = clock
         self._ledger = LoadLedger()
+        self._breakers = Breakers(breakers or BreakerSettings(), clock)
         self._held: set[HeldPlacement] = set()
         self._costs: dict[str, ModelCosts] = {}
         self._queue: AdmissionQueue[_Waiting, HeldPlacement] = AdmissionQueue(
             self._place, self._release, queue, clock, self._may_start
         )
-        cluster.on_refresh(self._queue.wake)
+        cluster.on_refresh(self._refreshed)
 
     @property
     def num_waiting(self) -> int:
@@ -118,6 +121,11 @@ class Scheduler:
     def charges(self) -> Mapping[str, ActiveLoad]:
         """What the placements that are held now owe, by the holder id of a worker."""
         return self._ledger.all
+
+    @property
+    def breakers(self) -> Breakers:
+        """Which workers get no placements for what callers said of them."""
+        return self._breakers
 
     def num_workers(self, role: Role) -> int:
         return sum(view.role is role for view in self._cluster.views)
@@ -154,12 +162,15 @@ class Scheduler:
     def prefill_done(self, held: HeldPlacement, times: StageTimes | None = None) -> None:
         """Move the charge from the prefill to the decode worker."""
         held.prefill_done(self._clock())
+        first = held.decision.prefill or held.decision.decode
+        self._breakers.succeeded(first.worker.holder_id, held)
         if times is not None:
             self._learn_prefill(held, times)
         self._queue.wake()
 
     def finished(self, held: HeldPlacement, times: StageTimes) -> None:
         """Learn from a request that has ended well."""
+        self._breakers.succeeded(held.decision.decode.worker.holder_id, held)
         estimates = self._costs_of(held.facts.model).estimates
         if held.decision.mode is PlacementMode.LOCAL:
             self._learn_prefill(held, times)
@@ -170,9 +181,15 @@ class Scheduler:
             beside = self._ledger.charged(held.decision.decode.worker.holder_id).num_requests
             estimates.observe_decode(times.num_output_tokens - 1, beside, times.decode_steps_s)
 
+    def failed(self, held: HeldPlacement, worker_id: str, failure: Failure) -> None:
+        """A worker failed the request: there may be a pause before it gets another one."""
+        for part in held.decision.parts:
+            if part.worker.worker_id == worker_id:
+                self._breakers.failed(part.worker.holder_id, held, failure)
+
     async def drain(self) -> None:
         """Refuse newcomers and those who wait; return when the last placement has ended."""
-        self._queue.close(WorkerUnavailable("the scheduler is draining", retry_after_s=1.0))
+        self._queue.close(Draining("the scheduler is draining", retry_after_s=1.0))
         await self._queue.wait_idle()
 
     def _ttft_objective_s(self, request: AdmitRequest) -> float | None:
@@ -193,27 +210,48 @@ class Scheduler:
         waiting.hits = self._lookup.latest(waiting.query, waiting.hits)
         self._objectives.check_waited(waiting.ttft_objective_s, self._clock() - waiting.entered_at)
         costs = self._costs_of(waiting.facts.model)
-        decision = place(
-            waiting.facts,
-            [self._with_charges(view) for view in self._cluster.views],
-            waiting.hits,
-            self._settings,
-            self._random,
-            costs.estimates,
-        )
+        decision = self._decide(waiting, costs.estimates)
         if decision is None:
             return None
         if decision.comparison is not None:
             costs.comparisons.add(decision.comparison)
-        self._lookup.placed(waiting.query, _holder_ids(decision))
+        self._lookup.placed(waiting.query, [part.worker.holder_id for part in decision.parts])
         held = HeldPlacement(
             decision, waiting.facts, self._ledger, is_long=self._is_long(waiting.facts)
         )
         self._held.add(held)
+        for part in decision.parts:
+            self._breakers.placed(part.worker.holder_id, held)
         return held
+
+    def _decide(self, waiting: _Waiting, estimates: Estimates) -> Decision | None:
+        """Among those whose breakers are closed. Whoever can be served by the others alone waits
+        for them, for as long as its caller does: their breakers are open for a short time."""
+
+        def among(views: list[WorkerView]) -> Decision | None:
+            charged = [self._with_charges(view) for view in views]
+            return place(
+                waiting.facts, charged, waiting.hits, self._settings, self._random, estimates
+            )
+
+        views = self._cluster.views
+        admitted = [view for view in views if self._breakers.admits(view.holder_id)]
+        if len(admitted) == len(views):
+            return among(views)
+        try:
+            return among(admitted)
+        except MeshError:
+            among(views)  # raises where waiting is in vain
+            return None
+
+    def _refreshed(self) -> None:
+        self._breakers.keep([view.holder_id for view in self._cluster.views])
+        self._queue.wake()
 
     def _release(self, held: HeldPlacement) -> None:
         self._held.discard(held)
+        for part in held.decision.parts:
+            self._breakers.left(part.worker.holder_id, held)
         held.release()
 
     def _is_long(self, facts: RequestFacts) -> bool:
@@ -280,8 +318,3 @@ class Scheduler:
             # Idle, like most of a large mesh: this runs for every worker at every placement.
             return view
         return replace(view, charged=charged + others)
-
-
-def _holder_ids(decision: Decision) -> list[str]:
-    parts = [decision.decode] if decision.prefill is None else [decision.prefill, decision.decode]
-    return [part.worker.holder_id for part in parts]

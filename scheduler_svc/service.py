@@ -16,6 +16,7 @@ from mesh.registry import RegisteredWorker
 from mesh.telemetry import Span, Stopwatch, span
 from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from scheduler_svc.admission import PriorityClass
+from scheduler_svc.breakers import BreakerState, Failure
 from scheduler_svc.loads import HeldPlacement
 from scheduler_svc.mode import Advice, PlacementMode
 from scheduler_svc.placement import Assignment, Decision
@@ -34,6 +35,15 @@ _CLASSES = {
     scheduler_pb2.PRIORITY_CLASS_UNSPECIFIED: PriorityClass.ONLINE,
     scheduler_pb2.PRIORITY_CLASS_ONLINE: PriorityClass.ONLINE,
     scheduler_pb2.PRIORITY_CLASS_OFFLINE: PriorityClass.OFFLINE,
+}
+_FAILURES = {
+    scheduler_pb2.WORKER_FAILURE_LOST: Failure.LOST,
+    scheduler_pb2.WORKER_FAILURE_FAULTY: Failure.FAULTY,
+}
+_BREAKER_STATES = {
+    BreakerState.CLOSED: scheduler_pb2.BREAKER_STATE_CLOSED,
+    BreakerState.OPEN: scheduler_pb2.BREAKER_STATE_OPEN,
+    BreakerState.HALF_OPEN: scheduler_pb2.BREAKER_STATE_HALF_OPEN,
 }
 _ADVICE = {
     Advice.UNKNOWN: scheduler_pb2.DisaggregationVerdict.ADVICE_UNSPECIFIED,
@@ -95,6 +105,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._scheduler.prefill_done(held, _prefill_times(message.prefill_done))
             case "finished":
                 self._scheduler.finished(held, _all_times(message.finished))
+            case "failed":
+                failure = _FAILURES.get(message.failed.failure, Failure.FAULTY)
+                self._scheduler.failed(held, message.failed.worker_id, failure)
             case _:
                 raise InvalidRequest("`admit` may be sent once, before all else")
 
@@ -107,7 +120,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_waiting=self._scheduler.num_waiting,
             num_placements=self._scheduler.num_placements,
             workers=[
-                _to_worker_state(worker, self._scheduler.charged(worker).num_requests)
+                _to_worker_state(
+                    worker,
+                    self._scheduler.charged(worker).num_requests,
+                    self._scheduler.breakers.state(worker.record.holder),
+                )
                 for worker in self._scheduler.workers
             ],
             verdicts=[_to_verdict(*one) for one in self._scheduler.costs.items()],
@@ -223,7 +240,9 @@ def _to_worker_ref(part: Assignment) -> scheduler_pb2.WorkerRef:
     )
 
 
-def _to_worker_state(worker: RegisteredWorker, num_placements: int) -> scheduler_pb2.WorkerState:
+def _to_worker_state(
+    worker: RegisteredWorker, num_placements: int, breaker: BreakerState
+) -> scheduler_pb2.WorkerState:
     record, load = worker.record, worker.load
     return scheduler_pb2.WorkerState(
         worker_id=record.worker_id,
@@ -232,6 +251,7 @@ def _to_worker_state(worker: RegisteredWorker, num_placements: int) -> scheduler
         incarnation=record.incarnation,
         load=types_pb2.EngineLoad(**asdict(load)),
         num_placements=num_placements,
+        breaker=_BREAKER_STATES[breaker],
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, Generic, Self, TypeVar
 
-from mesh.errors import InternalError, WorkerUnavailable
+from mesh.errors import Draining, InternalError
 
 T = TypeVar("T")
 
@@ -90,10 +90,10 @@ class ActiveStreams:
 
     @asynccontextmanager
     async def open(self, events: AsyncGenerator[T, None]) -> AsyncIterator[EventStream[T]]:
-        """Run a generator for as long as the block lasts; raises WorkerUnavailable in a drain."""
+        """Run a generator for as long as the block lasts; raises Draining in a drain."""
         if self._is_draining:
             await events.aclose()
-            raise WorkerUnavailable("the worker is draining")
+            raise Draining("the worker is draining")
         async with EventStream(events) as stream:
             self._streams.add(stream)
             self._idle.clear()
@@ -113,4 +113,4 @@ class ActiveStreams:
     def cut(self) -> None:
         """End all streams so that their callers go on elsewhere."""
         for stream in list(self._streams):
-            stream.fail(WorkerUnavailable("the worker stopped before the request was finished"))
+            stream.fail(Draining("the worker stopped before the request was finished"))

@@ -130,11 +130,18 @@ async def _scheduler_state(channel: grpc.aio.Channel) -> dict[str, Any]:
                 "role": worker.role,
                 "address": worker.address,
                 "placements": worker.num_placements,
+                # Whether this scheduler places anything on it.
+                "breaker": _breaker(worker.breaker),
             }
             for worker in response.workers
         ],
         "disaggregation": [describe_verdict(verdict) for verdict in response.verdicts],
     }
+
+
+def _breaker(state: scheduler_pb2.BreakerState.ValueType) -> str:
+    name = scheduler_pb2.BreakerState.Name(state)
+    return name.removeprefix("BREAKER_STATE_").lower()
 
 
 def describe_verdict(verdict: scheduler_pb2.DisaggregationVerdict) -> dict[str, Any]:

@@ -20,6 +20,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WorkerFailure:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerFailureEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerFailure.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_FAILURE_UNSPECIFIED: _WorkerFailure.ValueType  # 0
+    """Never sent."""
+    WORKER_FAILURE_LOST: _WorkerFailure.ValueType  # 1
+    """The connection broke, or nothing came over it for too long."""
+    WORKER_FAILURE_FAULTY: _WorkerFailure.ValueType  # 2
+    """It answered with an error that another worker might not give."""
+
+class WorkerFailure(_WorkerFailure, metaclass=_WorkerFailureEnumTypeWrapper):
+    """How a worker failed a request."""
+
+WORKER_FAILURE_UNSPECIFIED: WorkerFailure.ValueType  # 0
+"""Never sent."""
+WORKER_FAILURE_LOST: WorkerFailure.ValueType  # 1
+"""The connection broke, or nothing came over it for too long."""
+WORKER_FAILURE_FAULTY: WorkerFailure.ValueType  # 2
+"""It answered with an error that another worker might not give."""
+Global___WorkerFailure: _TypeAlias = WorkerFailure  # noqa: Y015
+
 class _PriorityClass:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -67,6 +91,34 @@ PLACEMENT_MODE_DISAGGREGATED: PlacementMode.ValueType  # 1
 PLACEMENT_MODE_LOCAL: PlacementMode.ValueType  # 2
 """The decode worker computes both."""
 Global___PlacementMode: _TypeAlias = PlacementMode  # noqa: Y015
+
+class _BreakerState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BreakerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BreakerState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BREAKER_STATE_UNSPECIFIED: _BreakerState.ValueType  # 0
+    """Never sent."""
+    BREAKER_STATE_CLOSED: _BreakerState.ValueType  # 1
+    """It does."""
+    BREAKER_STATE_OPEN: _BreakerState.ValueType  # 2
+    """It gets none for a while, longer each time."""
+    BREAKER_STATE_HALF_OPEN: _BreakerState.ValueType  # 3
+    """It gets one, and what becomes of that decides."""
+
+class BreakerState(_BreakerState, metaclass=_BreakerStateEnumTypeWrapper):
+    """Whether a worker gets placements, after what callers reported of it."""
+
+BREAKER_STATE_UNSPECIFIED: BreakerState.ValueType  # 0
+"""Never sent."""
+BREAKER_STATE_CLOSED: BreakerState.ValueType  # 1
+"""It does."""
+BREAKER_STATE_OPEN: BreakerState.ValueType  # 2
+"""It gets none for a while, longer each time."""
+BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
+"""It gets one, and what becomes of that decides."""
+Global___BreakerState: _TypeAlias = BreakerState  # noqa: Y015
 
 @_typing.final
 class PlaceRequest(_message.Message):
@@ -209,10 +261,35 @@ class PlaceRequest(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class Failed(_message.Message):
+        """A worker failed the request."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        WORKER_ID_FIELD_NUMBER: _builtins.int
+        FAILURE_FIELD_NUMBER: _builtins.int
+        worker_id: _builtins.str
+        """One of the placement's workers."""
+        failure: Global___WorkerFailure.ValueType
+        """How."""
+        def __init__(
+            self,
+            *,
+            worker_id: _builtins.str = ...,
+            failure: Global___WorkerFailure.ValueType = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "worker_id", b"worker_id"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ADMIT_FIELD_NUMBER: _builtins.int
     PREFILL_DONE_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     RENEW_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def admit(self) -> Global___PlaceRequest.Admit:
         """First message: ask for a place."""
@@ -229,6 +306,10 @@ class PlaceRequest(_message.Message):
     def renew(self) -> Global___PlaceRequest.Renew:
         """The placement is still wanted."""
 
+    @_builtins.property
+    def failed(self) -> Global___PlaceRequest.Failed:
+        """A worker failed the request."""
+
     def __init__(
         self,
         *,
@@ -236,12 +317,13 @@ class PlaceRequest(_message.Message):
         prefill_done: Global___PlaceRequest.PrefillDone | None = ...,
         finished: Global___PlaceRequest.Finished | None = ...,
         renew: Global___PlaceRequest.Renew | None = ...,
+        failed: Global___PlaceRequest.Failed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "finished", b"finished", "prefill_done", b"prefill_done", "renew", b"renew"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "failed", b"failed", "finished", b"finished", "prefill_done", b"prefill_done", "renew", b"renew"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "finished", b"finished", "prefill_done", b"prefill_done", "renew", b"renew"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "event", b"event", "failed", b"failed", "finished", b"finished", "prefill_done", b"prefill_done", "renew", b"renew"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admit", "prefill_done", "finished", "renew"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admit", "prefill_done", "finished", "renew", "failed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -498,6 +580,7 @@ class WorkerState(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     NUM_PLACEMENTS_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     role: _builtins.str
@@ -508,6 +591,8 @@ class WorkerState(_message.Message):
     """A new process is a new incarnation."""
     num_placements: _builtins.int
     """Placements charged to it."""
+    breaker: Global___BreakerState.ValueType
+    """Whether it gets placements."""
     @_builtins.property
     def load(self) -> _types_pb2.EngineLoad:
         """Last reported load."""
@@ -521,10 +606,11 @@ class WorkerState(_message.Message):
         incarnation: _builtins.str = ...,
         load: _types_pb2.EngineLoad | None = ...,
         num_placements: _builtins.int = ...,
+        breaker: Global___BreakerState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "load", b"load", "num_placements", b"num_placements", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "breaker", b"breaker", "incarnation", b"incarnation", "load", b"load", "num_placements", b"num_placements", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,7 +61,9 @@ class SchedulerServiceServicer:
         nothing is heard for `Placement.lease_ms` loses it, although its connection
         lives. `prefill_done` moves the charge from the
         prefill to the decode worker; `finished` comes last, before closing. Both tell
-        how long things took, and later placements learn from it.
+        how long things took, and later placements learn from it. `failed` comes last
+        where a worker failed the request: one that is lost, or that fails again and
+        again, gets no placements for a while.
 
         Errors:
         INVALID_ARGUMENT    no worker could ever hold the request

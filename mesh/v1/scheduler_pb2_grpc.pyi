@@ -43,7 +43,9 @@ class SchedulerServiceStub:
     nothing is heard for `Placement.lease_ms` loses it, although its connection
     lives. `prefill_done` moves the charge from the
     prefill to the decode worker; `finished` comes last, before closing. Both tell
-    how long things took, and later placements learn from it.
+    how long things took, and later placements learn from it. `failed` comes last
+    where a worker failed the request: one that is lost, or that fails again and
+    again, gets no placements for a while.
 
     Errors:
       INVALID_ARGUMENT    no worker could ever hold the request
@@ -73,7 +75,9 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     nothing is heard for `Placement.lease_ms` loses it, although its connection
     lives. `prefill_done` moves the charge from the
     prefill to the decode worker; `finished` comes last, before closing. Both tell
-    how long things took, and later placements learn from it.
+    how long things took, and later placements learn from it. `failed` comes last
+    where a worker failed the request: one that is lost, or that fails again and
+    again, gets no placements for a while.
 
     Errors:
       INVALID_ARGUMENT    no worker could ever hold the request
@@ -106,7 +110,9 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         nothing is heard for `Placement.lease_ms` loses it, although its connection
         lives. `prefill_done` moves the charge from the
         prefill to the decode worker; `finished` comes last, before closing. Both tell
-        how long things took, and later placements learn from it.
+        how long things took, and later placements learn from it. `failed` comes last
+        where a worker failed the request: one that is lost, or that fails again and
+        again, gets no placements for a while.
 
         Errors:
           INVALID_ARGUMENT    no worker could ever hold the request

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+import psutil
+
 from mesh import metrics
 from mesh.block_index import BlockIndex
 from mesh.block_keys import BlockKeys
@@ -153,6 +155,34 @@ async def test_redis_that_hangs_delays_nobody_and_is_followed_again_afterwards(
                 return any(one.record.worker_id == "p3" for one in scheduler.workers)
 
             await until(is_known, WHOLE_AGAIN_S)
+
+
+# RD-03
+async def test_redis_that_is_frozen_delays_nobody_and_is_whole_when_it_thaws() -> None:
+    [port] = find_free_ports(1)
+    url = f"redis://127.0.0.1:{port}/0"
+    with running_valkey(port):
+        [process] = [one for one in psutil.Process().children() if _listens_on(one, port)]
+        async with mesh(url) as scheduler:
+            process.suspend()
+            try:
+                # Longer than records of workers live.
+                assert await slowest_placement_s(scheduler, during_s=4) < 0.5
+                assert await _is_by_prefix(scheduler)
+            finally:
+                process.resume()
+            thawed_at = time.monotonic()
+            await until(lambda: _has_all(url), WHOLE_AGAIN_S)
+            await until(lambda: _is_by_prefix(scheduler), WHOLE_AGAIN_S)
+            assert len(scheduler.workers) == 4
+            assert time.monotonic() - thawed_at < WHOLE_AGAIN_S
+
+
+def _listens_on(process: psutil.Process, port: int) -> bool:
+    return any(
+        one.status == psutil.CONN_LISTEN and one.laddr.port == port
+        for one in process.net_connections()
+    )
 
 
 # RD-03

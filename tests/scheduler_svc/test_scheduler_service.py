@@ -27,6 +27,7 @@ from mesh.server import MeshServer
 from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from scheduler_svc.admission import QueueSettings
 from scheduler_svc.app import SERVICE_NAME
+from scheduler_svc.breakers import BreakerSettings
 from scheduler_svc.cluster import Cluster
 from scheduler_svc.objectives import Objectives
 from scheduler_svc.placement import PlacementSettings
@@ -111,6 +112,7 @@ async def serve() -> AsyncIterator[Serve]:
             objectives: Objectives | None = None,
             quantum: int = 2048,
             lease_s: float = 15.0,
+            breaker_first_open_s: float = 1.0,
             **settings: Any,
         ) -> Mesh:
             usual = (registered("p0", "prefill"), registered("d0")) if has_workers else ()
@@ -122,6 +124,7 @@ async def serve() -> AsyncIterator[Serve]:
                 PlacementSettings(**settings),
                 QueueSettings(max_num_waiting=max_num_waiting, quantum=quantum),
                 objectives,
+                breakers=BreakerSettings(first_open_s=breaker_first_open_s),
             )
             await cluster.refresh()
             server = MeshServer("127.0.0.1:0")
@@ -773,3 +776,70 @@ async def test_very_long_prompts_may_not_have_all_workers(serve: Serve) -> None:
     await asyncio.wait_for(waiting, 5)
     await long.close()
     await other.close()
+
+
+def failed(worker_id: str, failure: scheduler_pb2.WorkerFailure.ValueType) -> Any:
+    return PlaceRequest(failed=PlaceRequest.Failed(worker_id=worker_id, failure=failure))
+
+
+async def breaker_states(mesh: Mesh) -> dict[str, str]:
+    workers = (await mesh.state()).workers
+    return {one.worker_id: scheduler_pb2.BreakerState.Name(one.breaker)[14:] for one in workers}
+
+
+async def test_worker_that_was_lost_gets_nothing_until_a_probe_finds_it_well(serve: Serve) -> None:
+    mesh = await serve(registered("d0"), registered("d1"), breaker_first_open_s=0.2)
+    first = Call(mesh)
+    lost = (await first.placement()).decode.worker_id
+    other = {"d0": "d1", "d1": "d0"}[lost]
+
+    await first.tell(failed(lost, scheduler_pb2.WORKER_FAILURE_LOST))
+    await first.close()
+
+    assert await breaker_states(mesh) == {lost: "OPEN", other: "CLOSED"}
+    calls = [Call(mesh) for _ in range(4)]
+    assert {(await call.placement()).decode.worker_id for call in calls} == {other}
+    async with asyncio.timeout(5):
+        # Nothing tells when a breaker's time is over.
+        while (await breaker_states(mesh))[lost] != "HALF_OPEN":
+            await asyncio.sleep(0.01)
+    # The idle one is the cheaper one, but one request is enough to find out.
+    probe, next_one = Call(mesh), Call(mesh)
+    assert (await probe.placement()).decode.worker_id == lost
+    assert (await next_one.placement()).decode.worker_id == other
+    await probe.tell(PlaceRequest(finished=PlaceRequest.Finished(num_output_tokens=1)))
+    await probe.close()
+    assert await breaker_states(mesh) == {lost: "CLOSED", other: "CLOSED"}
+
+
+async def test_requests_wait_for_the_breaker_of_the_only_worker(serve: Serve) -> None:
+    mesh = await serve(registered("d0"), breaker_first_open_s=0.2)
+    first = Call(mesh)
+    await first.placement()
+    await first.tell(failed("d0", scheduler_pb2.WORKER_FAILURE_LOST))
+    await first.close()
+
+    waiting = Call(mesh)
+    placing = asyncio.ensure_future(waiting.placement())
+    await mesh.until(num_waiting=1)
+    async with asyncio.timeout(5):
+        while not placing.done():
+            await mesh.cluster.refresh()
+            await asyncio.sleep(0)
+
+    assert placing.result().decode.worker_id == "d0"
+    with pytest.raises(ContextLengthExceeded):
+        await Call(mesh, admit(5000)).placement()
+
+
+async def test_prompts_are_computed_locally_while_every_prefill_worker_is_out(serve: Serve) -> None:
+    mesh = await serve(breaker_first_open_s=60)
+    first = Call(mesh)
+    assert (await first.placement()).prefill.worker_id == "p0"
+    await first.tell(failed("p0", scheduler_pb2.WORKER_FAILURE_LOST))
+    await first.close()
+
+    placement = await Call(mesh).placement()
+
+    assert placement.mode == scheduler_pb2.PLACEMENT_MODE_LOCAL
+    assert placement.reason == "no_prefill_worker"

@@ -1,0 +1,134 @@
+"""A breaker per worker: who failed gets no placements for a while, then one, then all."""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from mesh import metrics
+
+logger = logging.getLogger(__name__)
+
+
+class Failure(StrEnum):
+    """How a worker failed a request, as its caller saw it."""
+
+    LOST = "lost"
+    FAULTY = "faulty"
+
+
+class BreakerState(StrEnum):
+    """Half open is open whose time is over: one placement finds out."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerSettings:
+    """When a breaker opens, and for how long."""
+
+    # Consecutive faults. A lost connection needs no second: the next request would break too.
+    max_failures: int = 3
+    first_open_s: float = 1.0
+    max_open_s: float = 30.0
+
+
+@dataclass(slots=True)
+class _Breaker:
+    num_failures: int = 0
+    # 0: closed. Doubles with each probe that fails.
+    open_s: float = 0.0
+    opened_at: float = 0.0
+    # The placement that finds out.
+    probe: object | None = None
+
+
+class Breakers:
+    """By the holder id of a worker, so that a new process starts with a clean record.
+
+    An open breaker takes no notice of reports: they are of requests that were placed before it
+    opened, and tell nothing new. A half-open one listens to its probe alone.
+    """
+
+    def __init__(
+        self, settings: BreakerSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        # Of those who have failed since they last succeeded.
+        self._breakers: dict[str, _Breaker] = {}
+
+    def state(self, holder_id: str) -> BreakerState:
+        breaker = self._breakers.get(holder_id)
+        if breaker is None or not breaker.open_s:
+            return BreakerState.CLOSED
+        is_over = self._clock() - breaker.opened_at >= breaker.open_s
+        return BreakerState.HALF_OPEN if is_over else BreakerState.OPEN
+
+    @property
+    def states(self) -> Mapping[str, BreakerState]:
+        """Of those that are not simply closed, and perhaps of some that are."""
+        return {holder_id: self.state(holder_id) for holder_id in self._breakers}
+
+    def admits(self, holder_id: str) -> bool:
+        """Whether a worker may get a placement now."""
+        if not self._breakers:
+            return True
+        state = self.state(holder_id)
+        if state is BreakerState.HALF_OPEN:
+            return self._breakers[holder_id].probe is None
+        return state is BreakerState.CLOSED
+
+    def placed(self, holder_id: str, placement: object) -> None:
+        """A half-open breaker has found its probe."""
+        if self.state(holder_id) is BreakerState.HALF_OPEN:
+            self._breakers[holder_id].probe = placement
+
+    def left(self, holder_id: str, placement: object) -> None:
+        """A placement is over; if nobody said how it went, another one has to find out."""
+        breaker = self._breakers.get(holder_id)
+        if breaker is not None and breaker.probe is placement:
+            breaker.probe = None
+
+    def succeeded(self, holder_id: str, placement: object) -> None:
+        """The worker did its part of a placement."""
+        breaker = self._breakers.get(holder_id)
+        if breaker is None or (breaker.open_s and breaker.probe is not placement):
+            return
+        if breaker.open_s:
+            logger.info("worker gets placements again", extra={"holder_id": holder_id})
+        del self._breakers[holder_id]
+
+    def failed(self, holder_id: str, placement: object, failure: Failure) -> None:
+        """The worker failed a placement."""
+        breaker = self._breakers.setdefault(holder_id, _Breaker())
+        if breaker.open_s and breaker.probe is not placement:
+            return
+        breaker.num_failures += 1
+        is_lost = failure is Failure.LOST
+        if breaker.open_s or is_lost or breaker.num_failures >= self._settings.max_failures:
+            self._open(holder_id, breaker, failure)
+
+    def keep(self, holder_ids: Collection[str]) -> None:
+        """Forget the breakers of all others: those processes are gone."""
+        for holder_id in self._breakers.keys() - set(holder_ids):
+            del self._breakers[holder_id]
+
+    def _open(self, holder_id: str, breaker: _Breaker, failure: Failure) -> None:
+        longer_s = 2 * breaker.open_s or self._settings.first_open_s
+        breaker.open_s = min(longer_s, self._settings.max_open_s)
+        breaker.opened_at = self._clock()
+        breaker.probe = None
+        metrics.BREAKER_OPENINGS.add(1, {"failure": failure})
+        logger.warning(
+            "worker gets no placements for a while",
+            extra={
+                "holder_id": holder_id,
+                "failure": failure,
+                "num_failures": breaker.num_failures,
+                "open_s": breaker.open_s,
+            },
+        )
