@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_RENEWAL_S = 0.1
 _LONGEST_RENEWAL_S = 10.0
+_RELEASE_DELAY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,10 @@ class KvHolder:
             channels.get(remote.handle.holder_address)
         )
         self._stop_following: Callable[[], object] = lambda: None
+        # By the wall clock, as the holder said last.
+        self._expires_at_s = remote.handle.lease_expires_at.ToNanoseconds() / 1e9
         self.is_expired = False
+        self._is_reported = False
 
     def start_renewing(self) -> None:
         """Keep the lease while the request waits for room and while its blocks are read."""
@@ -88,17 +92,35 @@ class KvHolder:
         try:
             response = await self._stub.ReleaseKv(request, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
-            logger.warning("handle not released", extra={"reason": error.details()})
+            if not self._is_reported:
+                logger.warning("handle not released", extra={"reason": error.details()})
+            self._is_reported = True
             raise LeaseOver(is_reachable=False) from error
         if not response.was_live:
             raise LeaseOver(is_reachable=True)
 
+    async def release_in_the_end(self) -> None:
+        """Give the handle back as soon as the holder can be reached, unless its lease ends first.
+
+        A holder that was frozen has kept the blocks, and would until then.
+        """
+        lease_ends_at = self._expires_at_s
+        while True:
+            try:
+                await self.release()
+            except LeaseOver as error:
+                if error.is_reachable or time.time() >= lease_ends_at:
+                    logger.debug("nothing to release", extra={"reason": str(error)})
+                    return
+            else:
+                return
+            await asyncio.sleep(_RELEASE_DELAY_S)
+
     async def _renew(self) -> None:
-        expires_at_s = self._handle.lease_expires_at.ToNanoseconds() / 1e9
         is_reported = False
         while True:
             # A third of what is left; bounded, for the holder's clock may differ.
-            delay_s = (expires_at_s - time.time()) / 3
+            delay_s = (self._expires_at_s - time.time()) / 3
             await asyncio.sleep(min(max(delay_s, _SHORTEST_RENEWAL_S), _LONGEST_RENEWAL_S))
             request = prefill_pb2.RenewKvRequest(handle_id=self._handle.handle_id)
             try:
@@ -111,4 +133,4 @@ class KvHolder:
                     logger.warning("lease not renewed", extra={"reason": error.details()})
                     is_reported = True
             else:
-                expires_at_s = response.lease_expires_at.ToNanoseconds() / 1e9
+                self._expires_at_s = response.lease_expires_at.ToNanoseconds() / 1e9

@@ -73,15 +73,18 @@ class KvImporter:
         self.limits = limits
         self._layout_fingerprint = layout_fingerprint
         self._tasks: set[asyncio.Task[None]] = set()
+        # Handles being given back: nothing of ours depends on that.
+        self._releases: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Give up what still runs: no request does any more."""
-        for task in self._tasks:
+        for task in (*self._tasks, *self._releases):
             task.cancel()
         await self.wait_until_idle()
+        await asyncio.gather(*self._releases, return_exceptions=True)
 
     def objection(self, handle: types_pb2.KvHandle, num_tokens: int) -> Fallback | None:
         """Why `handle` cannot stand for the KV of `num_tokens` tokens here, if it cannot."""
@@ -101,6 +104,12 @@ class KvImporter:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._finished)
+
+    def start_release(self, holder: KvHolder) -> None:
+        """Give a handle back, without keeping anyone waiting."""
+        task = asyncio.create_task(holder.release_in_the_end())
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
 
     async def wait_until_idle(self) -> None:
         while self._tasks:
@@ -270,13 +279,7 @@ class KvClaim:
     def _release_soon(self) -> None:
         if not self._is_released:
             self._is_released = True
-            self._importer.start(self._release())
-
-    async def _release(self) -> None:
-        try:
-            await self._holder.release()
-        except LeaseOver as error:
-            logger.debug("nothing to release", extra={"reason": str(error)})
+            self._importer.start_release(self._holder)
 
 
 def count_fallback(fallback: Fallback) -> None:

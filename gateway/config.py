@@ -86,6 +86,12 @@ class GatewayConfig(ServiceConfig):
     max_attempts: int = Field(
         3, ge=1, description="attempts to finish a choice when workers fail, first one included"
     )
+    failover_wait_s: float = Field(
+        15.0, ge=0, description="longest wait of a choice that lost its worker for another one"
+    )
+    reconnect_wait_s: float = Field(
+        10.0, ge=0, description="how long to look for a tokenizer or scheduler that answers"
+    )
     request_timeout_s: float = Field(1800.0, gt=0, description="longest life of a request")
     encode_timeout_s: float = Field(30.0, gt=0, description="longest wait for a tokenizer")
     queue_timeout_s: float = Field(60.0, gt=0, description="longest wait for a placement")

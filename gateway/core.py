@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
+from gateway.attempts import AttemptLimits
 from gateway.body import read_body
 from gateway.config import GatewayConfig
 from gateway.dashboard.recent import RecentRequests
@@ -101,9 +102,17 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
         stack.push_async_callback(scheduler_channel.close)
         channels = await stack.enter_async_context(Channels())
 
-        tokenizer = Tokenizer(tokenizer_channel, encode_timeout_s=config.encode_timeout_s)
+        tokenizer = Tokenizer(
+            tokenizer_channel,
+            encode_timeout_s=config.encode_timeout_s,
+            patience_s=config.reconnect_wait_s,
+        )
         catalog = ModelCatalog(tokenizer)
-        scheduler = Scheduler(scheduler_channel, queue_timeout_s=config.queue_timeout_s)
+        scheduler = Scheduler(
+            scheduler_channel,
+            queue_timeout_s=config.queue_timeout_s,
+            patience_s=config.reconnect_wait_s,
+        )
         stack.push_async_callback(scheduler.close)
         workers = Workers(
             channels,
@@ -135,7 +144,7 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
                 workers,
                 detokenizer,
                 max_choices=config.max_choices,
-                max_attempts=config.max_attempts,
+                attempt_limits=AttemptLimits(config.max_attempts, config.failover_wait_s),
             ),
             health=health,
             in_flight=in_flight,

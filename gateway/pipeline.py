@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from gateway.attempts import AttemptLimits, Attempts
 from gateway.detokenize import Detokenizer
 from gateway.generation import (
     Chunk,
@@ -15,9 +16,9 @@ from gateway.generation import (
     TokenPrompt,
 )
 from gateway.jobs import check_request, make_jobs
-from gateway.placement import Scheduler
+from gateway.placement import HeldPlacement, Scheduler
 from gateway.timeline import Timeline
-from gateway.token_source import Attempts, Workers
+from gateway.token_source import Workers
 from gateway.tokenizer import Tokenizer
 from gateway.tracing import attempt_span
 from mesh.errors import InvalidRequest, MeshError
@@ -35,14 +36,14 @@ class Pipeline:
         detokenizer: Detokenizer,
         *,
         max_choices: int,
-        max_attempts: int,
+        attempt_limits: AttemptLimits,
     ) -> None:
         self._tokenizer = tokenizer
         self._scheduler = scheduler
         self._workers = workers
         self._detokenizer = detokenizer
         self._max_choices = max_choices
-        self._max_attempts = max_attempts
+        self._attempt_limits = attempt_limits
 
     async def prepare(
         self,
@@ -78,7 +79,7 @@ class Pipeline:
 
     async def _tokens(self, job: Job) -> AsyncGenerator[Chunk, None]:
         """Every token exactly once, on as many workers as it takes."""
-        attempts = Attempts(job, self._max_attempts)
+        attempts = Attempts(job, self._attempt_limits)
         while True:
             try:
                 async with aclosing(self._attempt(job, attempts)) as chunks:
@@ -97,25 +98,38 @@ class Pipeline:
         ):
             job.trace.mode = placement.mode
             job.trace.decode_worker_id = placement.decode.worker_id
-            if placement.prefill is None:
-                attempts.worker_id = placement.decode.worker_id
-                decoding = self._workers.decode(job, placement.decode)
-                async with aclosing(placement.observed(job, decoding)) as chunks:
+            try:
+                async with aclosing(self._run(job, placement, attempts)) as chunks:
                     async for chunk in chunks:
                         yield chunk
-                return
+            except MeshError as error:
+                assert attempts.worker_id is not None, "only calls to workers fail here"
+                await placement.failed(attempts.worker_id, error)
+                raise
 
-            job.trace.prefill_worker_id = attempts.worker_id = placement.prefill.worker_id
-            async with self._workers.prefill(job, placement.prefill, placement.decode) as first:
-                yield first.chunk
-                if first.chunk.finish is not None:
-                    return
-                await placement.prefill_done(job)
-                attempts.worker_id = placement.decode.worker_id
-                decoding = self._workers.decode(job, placement.decode, first)
-                async with aclosing(placement.observed(job, decoding)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
+    async def _run(
+        self, job: Job, placement: HeldPlacement, attempts: Attempts
+    ) -> AsyncGenerator[Chunk, None]:
+        """Prefill and decode on the workers of one placement."""
+        if placement.prefill is None:
+            attempts.worker_id = placement.decode.worker_id
+            decoding = self._workers.decode(job, placement.decode)
+            async with aclosing(placement.observed(job, decoding)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+
+        job.trace.prefill_worker_id = attempts.worker_id = placement.prefill.worker_id
+        async with self._workers.prefill(job, placement.prefill, placement.decode) as first:
+            yield first.chunk
+            if first.chunk.finish is not None:
+                return
+            await placement.prefill_done(job)
+            attempts.worker_id = placement.decode.worker_id
+            decoding = self._workers.decode(job, placement.decode, first)
+            async with aclosing(placement.observed(job, decoding)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
 
     async def _echoed(
         self, prompt: Prompt, model: tokenizer_pb2.ModelInfo, deadline: Deadline

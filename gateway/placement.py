@@ -8,9 +8,11 @@ from typing import Any
 
 import grpc
 
-from gateway.generation import Chunk, Job, PriorityClass
+from gateway.attempts import worker_failure
+from gateway.generation import Chunk, Job
+from gateway.peers import ask_any
 from mesh.client import mesh_errors
-from mesh.errors import DeadlineExceeded, WorkerUnavailable
+from mesh.errors import DeadlineExceeded, MeshError, WorkerUnavailable
 from mesh.telemetry import use_span
 from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
@@ -41,11 +43,12 @@ class HeldPlacement:
         placement: scheduler_pb2.Placement,
     ) -> None:
         self._call = call
+        # It has been told how the placement went, and may read it before the call ends.
+        self.is_settled = False
         self.decode = placement.decode
         # None: the decode worker computes the prompt too.
         self.prefill = placement.prefill if placement.HasField("prefill") else None
         self.mode = _MODES.get(placement.mode, "")
-        self.is_finished = False
         self._is_prefill_done = False
         # A call takes one message at a time.
         self._writing = asyncio.Lock()
@@ -81,13 +84,22 @@ class HeldPlacement:
             num_output_tokens=num_output_tokens,
             num_cached_tokens=job.trace.num_cached_tokens or 0,
         )
-        self.is_finished = True
+        self.is_settled = True
         await self._tell(scheduler_pb2.PlaceRequest(finished=finished))
 
+    async def failed(self, worker_id: str, error: MeshError) -> None:
+        """A worker failed the request, for a reason that others may want to know."""
+        failure = worker_failure(error)
+        if failure is None:
+            return
+        told = scheduler_pb2.PlaceRequest.Failed(worker_id=worker_id, failure=failure)
+        self.is_settled = True
+        await self._tell(scheduler_pb2.PlaceRequest(failed=told))
+
     async def end(self) -> None:
-        """Give the placement back."""
+        """Give the placement back once the scheduler has heard everything."""
         try:
-            if self.is_finished:
+            if self.is_settled:
                 # A cancelled call's last message may never be read.
                 async with asyncio.timeout(_END_TIMEOUT_S):
                     async with self._writing:
@@ -108,7 +120,7 @@ class HeldPlacement:
         renew = scheduler_pb2.PlaceRequest(renew=scheduler_pb2.PlaceRequest.Renew())
         while lease_s and not self._call.done():
             await asyncio.sleep(lease_s / 3)
-            if self.is_finished:
+            if self.is_settled:
                 return
             await self._tell(renew)
 
@@ -134,9 +146,12 @@ def _timings(job: Job) -> list[types_pb2.StageTiming]:
 class Scheduler:
     """Asks for placements."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, queue_timeout_s: float) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, *, queue_timeout_s: float, patience_s: float
+    ) -> None:
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
         self._queue_timeout_s = queue_timeout_s
+        self._patience_s = patience_s
         self._ending: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
@@ -145,22 +160,18 @@ class Scheduler:
     ) -> AsyncIterator[HeldPlacement]:
         """Wait for a placement and hold it; leaving gives it back, however it is left."""
         job.trace.timeline.enter(types_pb2.STAGE_QUEUE)
-        with use_span(job.trace.attempt_span):
-            call = self._stub.Place(timeout=job.deadline.remaining_s())
-        placement: HeldPlacement | None = None
+        admit = _admit(job, excluded_worker_ids)
+        placement = await ask_any(lambda: self._ask(admit, job), patience_s=self._patience_s)
         try:
-            placement = await self._ask(call, _admit(job, excluded_worker_ids), job)
             yield placement
         finally:
-            if placement is not None and placement.is_finished:
+            if placement.is_settled:
                 # Nobody has to wait for it.
                 task = asyncio.create_task(placement.end())
                 self._ending.add(task)
                 task.add_done_callback(self._ending.discard)
-            elif placement is not None:
-                placement.drop()
             else:
-                call.cancel()
+                placement.drop()
 
     async def close(self) -> None:
         """Wait for placements that are ending."""
@@ -171,21 +182,24 @@ class Scheduler:
         with mesh_errors():
             return await self._stub.GetState(scheduler_pb2.GetStateRequest(), timeout=timeout_s)
 
-    async def _ask(
-        self,
-        call: "grpc.aio.StreamStreamCall[scheduler_pb2.PlaceRequest, scheduler_pb2.PlaceResponse]",
-        admit: scheduler_pb2.PlaceRequest,
-        job: Job,
-    ) -> HeldPlacement:
+    async def _ask(self, admit: scheduler_pb2.PlaceRequest, job: Job) -> HeldPlacement:
+        """One scheduler's placement; the call that holds it ends here unless there is one."""
         wait_s = job.deadline.remaining_s(self._queue_timeout_s)
+        with use_span(job.trace.attempt_span):
+            call = self._stub.Place(timeout=job.deadline.remaining_s())
         try:
             async with asyncio.timeout(wait_s):
                 with mesh_errors():
                     await call.write(admit)
                     response = await call.read()
         except TimeoutError:
+            call.cancel()
             raise DeadlineExceeded(f"no worker became free within {wait_s:.3g} s") from None
+        except BaseException:
+            call.cancel()
+            raise
         if not isinstance(response, scheduler_pb2.PlaceResponse):
+            call.cancel()
             raise WorkerUnavailable("the scheduler ended the call without a placement")
         job.trace.timeline.reported(response.placement.timings)
         return HeldPlacement(call, response.placement)

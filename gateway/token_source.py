@@ -1,7 +1,8 @@
-"""Tokens from workers: prefill, decode, and what to do when one of them fails."""
+"""Tokens from workers: prefill and decode."""
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -9,18 +10,10 @@ from typing import Any, TypeVar
 
 import grpc
 
+from gateway.attempts import WorkerLost
 from gateway.generation import Chunk, Finish, Job
-from mesh import metrics
-from mesh.client import Channels, mesh_errors
-from mesh.errors import (
-    InternalError,
-    KvLeaseExpired,
-    KvTransferFailed,
-    MeshError,
-    QueueFull,
-    WorkerUnavailable,
-)
-from mesh.interceptors import INTERNAL_MESSAGE
+from mesh.client import Channels, is_connection_lost, mesh_errors
+from mesh.errors import MeshError, WorkerUnavailable
 from mesh.telemetry import use_span
 from mesh.v1 import (
     decode_pb2,
@@ -38,8 +31,11 @@ PrefillCall = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.P
 DecodeCall = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
 
 _RELEASE_TIMEOUT_S = 5.0
-# How long a resumed choice waits before it asks a full mesh again.
-_MAX_RETRY_DELAY_S = 1.0
+# A worker that was frozen is told when it is back, unless its lease was over long ago.
+_RELEASE_WITHIN_S = 60.0
+_RELEASE_DELAY_S = 1.0
+# What is still being given back when the gateway stops is left to the leases then.
+_CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass
@@ -114,13 +110,23 @@ class Workers:
                     if first is not None:
                         first.is_taken = True
                     yield chunk
+        except MeshError:
+            # Whether it gave them back before it failed is its secret.
+            if first is not None:
+                first.is_taken = False
+            raise
         finally:
             job.trace.timeline.end_stream()
             call.cancel()
 
     async def close(self) -> None:
         """Wait for KV that is being given back."""
-        await asyncio.gather(*self._releases)
+        if not self._releases:
+            return
+        _, late = await asyncio.wait(self._releases, timeout=_CLOSE_TIMEOUT_S)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
     def _call_decode(
         self,
@@ -243,62 +249,23 @@ class Workers:
     async def _send_release(self, request_id: str, address: str) -> None:
         stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(address))
         request = prefill_pb2.ReleaseKvRequest(request_id=request_id)
-        try:
-            with mesh_errors():
-                await stub.ReleaseKv(request, timeout=_RELEASE_TIMEOUT_S)
-        except MeshError as error:
-            logger.warning(
-                "KV not released, its lease will expire",
-                extra={"request_id": request_id, "error": str(error)},
-            )
-
-
-class Attempts:
-    """How often one choice may start again on other workers, and which it avoids."""
-
-    def __init__(self, job: Job, max_attempts: int) -> None:
-        self._job = job
-        self._max_attempts = max_attempts
-        self.excluded_worker_ids: set[str] = set()
-        # Whom to blame when a call fails; None while there is no placement.
-        self.worker_id: str | None = None
-        self._next()
-
-    async def after(self, error: MeshError) -> None:
-        """Get ready to go on after `error`, or raise it again."""
-        failed, self.worker_id = self.worker_id, None
-        if self._job.trace.num_attempts >= self._max_attempts:
-            raise error
-        if failed is not None:
-            self._leave(failed, error)
-        elif isinstance(error, QueueFull) and self._job.output_token_ids:
-            # The client has half an answer: wait with it instead of throwing it away.
-            await asyncio.sleep(min(error.retry_after_s or 1.0, _MAX_RETRY_DELAY_S))
-        elif isinstance(error, WorkerUnavailable) and self.excluded_worker_ids:
-            # Nobody else is there, but whoever failed may be back.
-            self.excluded_worker_ids.clear()
-        else:
-            raise error
-        metrics.RESUMPTIONS.add(1, {"error.type": error.reason})
-        logger.warning(
-            "request goes on elsewhere",
-            extra={
-                "error": type(error).__name__,
-                "reason": str(error),
-                "worker_id": failed,
-                "num_output_tokens": len(self._job.output_token_ids),
-            },
-        )
-        self._next()
-
-    def _leave(self, worker_id: str, error: MeshError) -> None:
-        if isinstance(error, WorkerUnavailable | QueueFull) or _is_transport_failure(error):
-            self.excluded_worker_ids.add(worker_id)
-        elif not isinstance(error, KvLeaseExpired | KvTransferFailed):
-            raise error
-
-    def _next(self) -> None:
-        self._job.trace.num_attempts += 1
+        give_up_at = time.monotonic() + _RELEASE_WITHIN_S
+        is_reported = False
+        while True:
+            try:
+                with mesh_errors():
+                    await stub.ReleaseKv(request, timeout=_RELEASE_TIMEOUT_S)
+                return
+            except MeshError as error:
+                if not is_reported:
+                    logger.warning(
+                        "KV not released yet",
+                        extra={"request_id": request_id, "error": str(error)},
+                    )
+                is_reported = True
+                if time.monotonic() >= give_up_at:
+                    return
+            await asyncio.sleep(_RELEASE_DELAY_S)
 
 
 async def _read(
@@ -312,7 +279,11 @@ async def _read(
             with mesh_errors():
                 response = await call.read()
     except TimeoutError:
-        raise WorkerUnavailable(f"{worker.worker_id} was silent for {timeout_s:g} s") from None
+        raise WorkerLost(f"{worker.worker_id} was silent for {timeout_s:g} s") from None
+    except MeshError as error:
+        if is_connection_lost(error):
+            raise WorkerLost(f"{worker.worker_id}: {error}") from error
+        raise
     return None if response is grpc.aio.EOF else response  # type: ignore[return-value]
 
 
@@ -356,14 +327,3 @@ def _note_cached(job: Job, num_tokens: int) -> None:
     """The first worker's word counts: a resumption finds what came before it."""
     if job.trace.num_cached_tokens is None:
         job.trace.num_cached_tokens = num_tokens
-
-
-def _is_transport_failure(error: MeshError) -> bool:
-    """Whether gRPC broke the call: what a handler raises has details or a fixed text."""
-    cause = error.__cause__
-    return (
-        isinstance(error, InternalError)
-        and isinstance(cause, grpc.aio.AioRpcError)
-        and cause.details() != INTERNAL_MESSAGE
-        and not any(key == "grpc-status-details-bin" for key, _ in cause.trailing_metadata() or ())
-    )

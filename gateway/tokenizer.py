@@ -7,6 +7,7 @@ import grpc
 
 from gateway.generation import ChatPrompt, Deadline, TextPrompt
 from gateway.keys.model import ANYONE, Caller
+from gateway.peers import ask_any
 from mesh import metrics
 from mesh.client import mesh_errors
 from mesh.errors import MeshError, ModelNotFound
@@ -20,9 +21,12 @@ _REFRESH_INTERVAL_S = 1.0
 class Tokenizer:
     """Calls with deadlines; owns nothing."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, encode_timeout_s: float) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, *, encode_timeout_s: float, patience_s: float
+    ) -> None:
         self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         self._encode_timeout_s = encode_timeout_s
+        self._patience_s = patience_s
 
     async def list_models(
         self, timeout_s: float = _LIST_TIMEOUT_S
@@ -45,10 +49,14 @@ class Tokenizer:
             request.text = prompt.text
         else:
             request.chat.CopyFrom(prompt.chat)
-        with mesh_errors():
-            return await self._stub.Encode(
-                request, timeout=deadline.remaining_s(self._encode_timeout_s)
-            )
+
+        async def ask() -> tokenizer_pb2.EncodeResponse:
+            with mesh_errors():
+                return await self._stub.Encode(
+                    request, timeout=deadline.remaining_s(self._encode_timeout_s)
+                )
+
+        return await ask_any(ask, patience_s=self._patience_s)
 
     async def decode(
         self,
@@ -58,13 +66,15 @@ class Tokenizer:
         *,
         return_token_bytes: bool = False,
     ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
-        with mesh_errors():
-            return await self._stub.Decode(
-                tokenizer_pb2.TokenizerServiceDecodeRequest(
-                    model=model, token_ids=token_ids, return_token_bytes=return_token_bytes
-                ),
-                timeout=deadline.remaining_s(),
-            )
+        request = tokenizer_pb2.TokenizerServiceDecodeRequest(
+            model=model, token_ids=token_ids, return_token_bytes=return_token_bytes
+        )
+
+        async def ask() -> tokenizer_pb2.TokenizerServiceDecodeResponse:
+            with mesh_errors():
+                return await self._stub.Decode(request, timeout=deadline.remaining_s())
+
+        return await ask_any(ask, patience_s=self._patience_s)
 
 
 class ModelCatalog:

@@ -47,7 +47,7 @@ async def test_times_of_a_resumed_request_are_not_told_as_those_of_one_placement
 
     assert answer.status_code == 200
     kinds = [message.WhichOneof("event") for message in mesh.scheduler.told]
-    assert kinds == ["prefill_done", "prefill_done", "finished"]
+    assert kinds == ["prefill_done", "failed", "prefill_done", "finished"]
     assert not mesh.scheduler.told[-1].finished.timings
 
 
