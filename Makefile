@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 PARALLEL ?= --numprocesses 2 --dist loadfile
 MESH_TESTS := $(wildcard tests/e2e tests/chaos)
 
-.PHONY: setup setup-dev trace-ui nginx browser promtool mooncake node-client fuzz run test bit-equality check protos docs bench clean
+.PHONY: setup setup-dev trace-ui nginx browser promtool mooncake node-client fuzz run test chaos bit-equality check protos docs bench clean
 
 setup: $(VENV)/.run  ## make .venv with what `pdmesh` needs
 
@@ -56,6 +56,9 @@ endif
 
 bit-equality: setup-dev  ## every format, twenty prompts, computed in every way: half an hour
 	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)
+
+chaos: setup-dev  ## kill, freeze and restart everything, in every stage of a request
+	$(BIN)/python -m pytest -s tests/chaos $(PYTEST_ARGS)
 
 check: setup-dev promtool  ## lint, types, import contracts, protos
 	$(BIN)/ruff check .

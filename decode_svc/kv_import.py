@@ -273,6 +273,7 @@ class KvClaim:
         try:
             await self._holder.release()
         except LeaseOver as error:
+            self._is_released = error.is_reachable
             return Fallback.LEASE_EXPIRED if error.is_reachable else Fallback.HOLDER_UNREACHABLE
         return None
 

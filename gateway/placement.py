@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from gateway.attempts import worker_failure
-from gateway.generation import Chunk, Job
+from gateway.generation import Chunk, Job, PriorityClass
 from gateway.peers import ask_any
 from mesh.client import mesh_errors
 from mesh.errors import DeadlineExceeded, MeshError, WorkerUnavailable

@@ -73,6 +73,12 @@ class Breakers:
         """Of those that are not simply closed, and perhaps of some that are."""
         return {holder_id: self.state(holder_id) for holder_id in self._breakers}
 
+    def next_probe_in_s(self) -> float | None:
+        """When the first open breaker will be half open; None while none is open."""
+        now = self._clock()
+        ends = [one.opened_at + one.open_s for one in self._breakers.values() if one.open_s]
+        return min((end - now for end in ends if end > now), default=None)
+
     def admits(self, holder_id: str) -> bool:
         """Whether a worker may get a placement now."""
         if not self._breakers:

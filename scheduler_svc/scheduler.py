@@ -1,5 +1,6 @@
 """Admission, lookup, placement and charges, put together: the scheduler without its wire."""
 
+import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -93,6 +94,7 @@ class Scheduler:
         self._clock = clock
         self._ledger = LoadLedger()
         self._breakers = Breakers(breakers or BreakerSettings(), clock)
+        self._probe_timer: asyncio.TimerHandle | None = None
         self._held: set[HeldPlacement] = set()
         self._costs: dict[str, ModelCosts] = {}
         self._queue: AdmissionQueue[_Waiting, HeldPlacement] = AdmissionQueue(
@@ -242,7 +244,16 @@ class Scheduler:
             return among(admitted)
         except MeshError:
             among(views)  # raises where waiting is in vain
+            self._wake_for_a_probe()
             return None
+
+    def _wake_for_a_probe(self) -> None:
+        """Nothing else happens when a breaker's time is over."""
+        delay_s = self._breakers.next_probe_in_s()
+        if delay_s is not None:
+            if self._probe_timer is not None:
+                self._probe_timer.cancel()
+            self._probe_timer = asyncio.get_running_loop().call_later(delay_s, self._queue.wake)
 
     def _refreshed(self) -> None:
         self._breakers.keep([view.holder_id for view in self._cluster.views])

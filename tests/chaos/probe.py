@@ -62,13 +62,13 @@ class MeshProbe:
         return found
 
     async def loads(self, role: str) -> dict[str, types_pb2.EngineLoad]:
-        """Of every worker of a role that answers."""
+        """Of every worker of a role; one that does not answer has nothing."""
         loads: dict[str, types_pb2.EngineLoad] = {}
         for service in self.services(role):
             try:
                 loads[service.name] = await self._load(service)
             except grpc.aio.AioRpcError:
-                continue
+                loads[service.name] = types_pb2.EngineLoad()
         return loads
 
     async def num_waiting(self) -> int:

@@ -10,11 +10,10 @@ import pytest
 from mesh.home import ServiceRecord
 from mesh.supervisor import find_process
 from tests.chaos.cells import CLEAN_WITHIN_S, gateway_urls
-from tests.chaos.conftest import SETTINGS
+from tests.chaos.conftest import DRAIN_TIMEOUT_S
 from tests.chaos.probe import MeshProbe, signal_service
 from tests.chaos.streams import Answer, ask_one, body
 
-DRAIN_TIMEOUT_S = float(SETTINGS["decode.drain_timeout_s"])
 # It may take as long again to end what is left, at worst.
 _STOPPED_WITHIN_S = DRAIN_TIMEOUT_S + 3
 

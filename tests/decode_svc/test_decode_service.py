@@ -284,7 +284,13 @@ async def test_frozen_prefill_worker_is_not_waited_for(
 
     assert await engine.next_kv_answer() == (run.request.request_id, False)
     call.cancel()
+    assert rig.holder.released == []
+
+    # It thaws with its lease: told again, it need not wait for that to end.
     rig.holder.answers.set()
+    async with asyncio.timeout(5):
+        while not rig.holder.released:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_frozen_agent_costs_its_timeout_and_the_blocks_stay_reserved(

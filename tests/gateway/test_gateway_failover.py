@@ -154,8 +154,8 @@ async def test_a_request_in_the_queue_of_a_scheduler_that_ends_goes_to_another(
 
 async def test_a_prompt_in_the_hands_of_a_tokenizer_that_dies_is_encoded_by_another() -> None:
     async with FakeMesh() as mesh:
-        mesh.tokenizer.encode_gate = asyncio.Event()
-        other = FakeTokenizer(encode_gate=asyncio.Event())
+        mesh.tokenizer.encode_gate, gate = asyncio.Event(), asyncio.Event()
+        other = FakeTokenizer(encode_gate=gate)
         second = Second("mesh.v1.TokenizerService", other)
         addresses = [mesh.tokenizer_address, await second.server.start()]
         async with (
@@ -165,7 +165,7 @@ async def test_a_prompt_in_the_hands_of_a_tokenizer_that_dies_is_encoded_by_anot
             asking = asyncio.create_task(ask(http))
             await eventually(lambda: mesh.tokenizer.num_encodes or other.num_encodes)
             if mesh.tokenizer.num_encodes:
-                other.encode_gate.set()
+                gate.set()
                 await mesh.kill("tokenizer")
             else:
                 mesh.tokenizer.encode_gate.set()

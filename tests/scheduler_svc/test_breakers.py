@@ -108,6 +108,19 @@ def test_probe_without_a_verdict_makes_way_for_another(breakers: Breakers, clock
     assert breakers.state(WORKER) is BreakerState.CLOSED
 
 
+def test_time_to_the_next_probe_is_that_of_the_first_open_breaker(
+    breakers: Breakers, clock: Clock
+) -> None:
+    assert breakers.next_probe_in_s() is None
+    open_by_loss(breakers)
+    clock.now += 0.25
+    breakers.failed("decode-1@1", object(), Failure.LOST)
+
+    assert breakers.next_probe_in_s() == pytest.approx(0.75)
+    clock.now += 1.0
+    assert breakers.next_probe_in_s() is None
+
+
 def test_new_process_starts_with_a_clean_record(breakers: Breakers) -> None:
     open_by_loss(breakers)
 
