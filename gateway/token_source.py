@@ -1,8 +1,6 @@
 """Tokens from workers: prefill and decode."""
 
 import asyncio
-import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +10,7 @@ import grpc
 
 from gateway.attempts import WorkerLost
 from gateway.generation import Chunk, Finish, Job
+from gateway.kv_release import KvReleases
 from mesh.client import Channels, is_connection_lost, mesh_errors
 from mesh.errors import MeshError, WorkerUnavailable
 from mesh.telemetry import use_span
@@ -24,18 +23,9 @@ from mesh.v1 import (
     types_pb2,
 )
 
-logger = logging.getLogger(__name__)
-
 Response = TypeVar("Response")
 PrefillCall = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 DecodeCall = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
-
-_RELEASE_TIMEOUT_S = 5.0
-# A worker that was frozen is told when it is back, unless its lease was over long ago.
-_RELEASE_WITHIN_S = 60.0
-_RELEASE_DELAY_S = 1.0
-# What is still being given back when the gateway stops is left to the leases then.
-_CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass
@@ -60,7 +50,7 @@ class Workers:
         self._channels = channels
         self._start_timeout_s = start_timeout_s
         self._stall_timeout_s = stall_timeout_s
-        self._releases: set[asyncio.Task[None]] = set()
+        self._releases = KvReleases(channels)
 
     @asynccontextmanager
     async def prefill(
@@ -91,7 +81,7 @@ class Workers:
             if decode_call is not None:
                 decode_call.cancel()
             if first is not None and first.kv_handle is not None and not first.is_taken:
-                self._release(job, worker.address)
+                self._releases.release(worker.address, first.kv_handle.handle_id)
 
     async def decode(
         self,
@@ -121,12 +111,7 @@ class Workers:
 
     async def close(self) -> None:
         """Wait for KV that is being given back."""
-        if not self._releases:
-            return
-        _, late = await asyncio.wait(self._releases, timeout=_CLOSE_TIMEOUT_S)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        await self._releases.close()
 
     def _call_decode(
         self,
@@ -175,7 +160,7 @@ class Workers:
             call.cancel()
             # A call that the worker itself ended holds nothing.
             if not isinstance(error.__cause__, grpc.aio.AioRpcError):
-                self._release(job, worker.address)
+                self._releases.release_all(worker.address, job.request_id)
             raise
         if finished is None or len(finished.first_token.token_ids) != 1:
             raise WorkerUnavailable(f"{worker.worker_id} ended the prefill without a token")
@@ -236,36 +221,6 @@ class Workers:
         if held is None:
             raise WorkerUnavailable(f"{worker.worker_id} ended the stream before the sequence")
         yield replace(held, finish=job.ending(held.token_ids))
-
-    def _release(self, job: Job, address: str) -> None:
-        """Give back what a worker holds for a job, without keeping anyone waiting.
-
-        By request, not by handle: the handle may be on its way when its caller leaves.
-        """
-        task = asyncio.create_task(self._send_release(job.request_id, address))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _send_release(self, request_id: str, address: str) -> None:
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(address))
-        request = prefill_pb2.ReleaseKvRequest(request_id=request_id)
-        give_up_at = time.monotonic() + _RELEASE_WITHIN_S
-        is_reported = False
-        while True:
-            try:
-                with mesh_errors():
-                    await stub.ReleaseKv(request, timeout=_RELEASE_TIMEOUT_S)
-                return
-            except MeshError as error:
-                if not is_reported:
-                    logger.warning(
-                        "KV not released yet",
-                        extra={"request_id": request_id, "error": str(error)},
-                    )
-                is_reported = True
-                if time.monotonic() >= give_up_at:
-                    return
-            await asyncio.sleep(_RELEASE_DELAY_S)
 
 
 async def _read(
