@@ -78,7 +78,8 @@ async def run_cell(cell: Cell, probe: MeshProbe, expected: list[Answer]) -> list
         return [f"no stream was seen {cell.stage} in {_MAX_ROUNDS} rounds"]
     striking = asyncio.create_task(_strike(cell, victim))
     answers = await running
-    problems = _compare(cell, victim, streams, answers, expected)
+    excused = _excused(cell, victim, streams)
+    problems = _differences(cell, excused, answers, expected)
     if cell.fault is not Fault.SIGSTOP:
         left = await probe.wait_until_clean(CLEAN_WITHIN_S, but_for={victim.name})
         problems += [f"{name} still holds {held}" for name, held in left.items()]
@@ -93,7 +94,7 @@ async def run_cell(cell: Cell, probe: MeshProbe, expected: list[Answer]) -> list
     left = await probe.wait_until_clean(CLEAN_WITHIN_S)
     problems += [f"{name} came back with {held}" for name, held in left.items()]
     print(f"{cell}: whole again after {time.monotonic() - started:.1f} s")
-    return problems
+    return problems + await _delays(cell, excused, probe, answers, expected)
 
 
 def _replaced(cell: Cell, victim: ServiceRecord) -> ServiceRecord | None:
@@ -119,30 +120,43 @@ async def _strike(cell: Cell, victim: ServiceRecord) -> None:
                 signal_service(victim, signal.SIGCONT)
 
 
-def _compare(
-    cell: Cell,
-    victim: ServiceRecord,
-    streams: Streams,
-    answers: list[Answer],
-    expected: list[Answer],
-) -> list[str]:
+def _excused(cell: Cell, victim: ServiceRecord, streams: Streams) -> set[int]:
     """A dead gateway takes its streams with it, and a frozen one delays them."""
-    excused = set()
-    if cell.role == "gateway":
-        excused = streams.numbers_at(f"http://{victim.address}")
-    slowest_s = max(answer.duration_s for answer in expected)
+    if cell.role != "gateway":
+        return set()
+    return streams.numbers_at(f"http://{victim.address}")
+
+
+def _differences(
+    cell: Cell, excused: set[int], answers: list[Answer], expected: list[Answer]
+) -> list[str]:
     problems = []
     for number, (answer, should) in enumerate(zip(answers, expected, strict=True)):
         if number in excused and cell.fault is not Fault.SIGSTOP:
             continue
         if difference := answer.differs_from(should):
             problems.append(f"stream {number}: {difference}")
-        if number not in excused and answer.duration_s > slowest_s + MAX_EXTRA_WAIT_S:
-            problems.append(
-                f"stream {number}: took {answer.duration_s:.1f} s, undisturbed {slowest_s:.1f} s"
-            )
-    print(f"{cell}: {max(a.duration_s for a in answers):.1f} s, undisturbed {slowest_s:.1f} s")
     return problems
+
+
+async def _delays(
+    cell: Cell,
+    excused: set[int],
+    probe: MeshProbe,
+    answers: list[Answer],
+    expected: list[Answer],
+) -> list[str]:
+    """Who waited too long. Other work on this machine slows an undisturbed run down too: before
+    anybody is blamed, there is another one."""
+    waits = [answer.duration_s for n, answer in enumerate(answers) if n not in excused]
+    slowest_s = max(answer.duration_s for answer in expected)
+    if max(waits) > slowest_s + MAX_EXTRA_WAIT_S:
+        again = await undisturbed(probe)
+        slowest_s = max(slowest_s, *(answer.duration_s for answer in again))
+    print(f"{cell}: {max(waits):.1f} s, undisturbed {slowest_s:.1f} s")
+    if max(waits) <= slowest_s + MAX_EXTRA_WAIT_S:
+        return []
+    return [f"a client waited {max(waits):.1f} s, undisturbed {slowest_s:.1f} s"]
 
 
 async def _reached(
