@@ -45,7 +45,7 @@ async def limited(
 ) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
     async with (
         run_gateway(mesh, keys_path=keys_path, redis_url=valkey_url, **settings) as gateway,
-        httpx.AsyncClient(base_url=gateway.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
     ):
         yield gateway, http
 
