@@ -16,7 +16,7 @@ from benchmarks.edge import measure_edge
 from benchmarks.points import DEFAULT_POINTS, BenchPoint
 from benchmarks.settings import BenchmarkSettings
 from benchmarks.summary import markdown
-from benchmarks.telemetry import VARIANTS, measure_cost
+from benchmarks.telemetry import VARIANTS, measure_cost, no_span_ns, recorded_span_us
 from benchmarks.telemetry import markdown as markdown_of_cost
 from mesh.bench.machine import describe_machine
 from mesh.bench.prompts import Vocabulary
@@ -113,6 +113,13 @@ def edge(
             measure_edge(settings.model_folder, Path(folder), mode, rounds, parts.split(","))
         )
     typer.echo(json.dumps(result, indent=2))
+
+
+@app.command()
+def spans() -> None:
+    """Measure the processor time of one span, recorded and not; needs no mesh."""
+    typer.echo(f"recorded, exported and received: {asyncio.run(recorded_span_us()):.0f} us")
+    typer.echo(f"where nobody traces: {no_span_ns() / 1000:.2f} us")
 
 
 def _choose(known: dict[str, Contender], names: str) -> list[Contender]:

@@ -54,7 +54,7 @@ def setup(
     handler.addFilter(ContextFilter(service))
     logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
     if otlp_endpoint:
-        start_tracing(service, _exporting_to(otlp_endpoint), worker_id=worker_id)
+        start_tracing(service, exporting_to(otlp_endpoint), worker_id=worker_id)
         atexit.register(shutdown)
 
 
@@ -81,8 +81,8 @@ def shutdown() -> None:
         provider.shutdown()
 
 
-def _exporting_to(otlp_endpoint: str) -> "SpanProcessor":
-    """Imports here, so that a process without a collector loads none of it."""
+def exporting_to(otlp_endpoint: str) -> "SpanProcessor":
+    """Sends spans to a collector, in batches; a process without one loads none of it."""
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
