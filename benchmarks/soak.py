@@ -21,6 +21,7 @@ from mesh.block_keys import BlockKeys, layout_fingerprint
 MIB = 1 << 20
 NUM_SAMPLES = 20
 NUM_AT_ONCE = 24
+NUM_BLOCKS = 400
 
 
 def soak(engine: Engine, num_requests: int, vocab_size: int) -> Iterator[int]:
@@ -73,7 +74,8 @@ def main(report: Callable[[str], None] = print) -> int:
     parser.add_argument("--model", type=Path, default=BenchmarkSettings().model_folder)
     parser.add_argument("--max-growth-mib", type=float, default=8)
     arguments = parser.parse_args()
-    config = EngineConfig(arguments.model, num_threads=arguments.threads)
+    # Few enough to be full soon: each block that is new to the prefix cache is some bytes of index.
+    config = EngineConfig(arguments.model, num_blocks=NUM_BLOCKS, num_threads=arguments.threads)
     engine = build_engine(config, lambda fields: BlockKeys(layout_fingerprint(fields)))
     samples = []
     for resident in soak(engine, arguments.requests, engine.runner.vocab_size):
