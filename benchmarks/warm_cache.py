@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -156,6 +157,8 @@ def main() -> None:
     parser.add_argument("experiment", choices=("agents", "restart"))
     parser.add_argument("--models", type=Path, default=Path("~/.pdmesh/models"))
     arguments = parser.parse_args()
+    # Whoever ends this ends the mesh with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as folder:
         mesh = Mesh(Path(folder), arguments.models.expanduser())
         asyncio.run({"agents": agents, "restart": restart}[arguments.experiment](mesh))
