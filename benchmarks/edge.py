@@ -126,7 +126,8 @@ async def beside_bare_engine(
         "model_path": folder,
         "num_threads": num_threads,
         "segment_prefix": "pdmesh-edge-",
-        "kv_transfer_address": "none",
+        # It has to be one, and nobody calls it.
+        "kv_transfer_address": "127.0.0.1:9",
     }
     config = DecodeConfig.model_validate(settings)
     engine = (await asyncio.to_thread(load_engine, config, "bench")).engine
