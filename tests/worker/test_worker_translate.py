@@ -52,6 +52,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         "min_tokens": 2,
         "ignore_eos": True,
         "num_logprobs": 3,
+        "num_prompt_logprobs": 0,
     }
     message = types_pb2.SamplingParams(**given)  # type: ignore[arg-type]
     missing = {"stop_token_ids", "logit_bias", "bad_words"}
