@@ -152,12 +152,17 @@ class GatewayConfig(ServiceConfig):
 
     @model_validator(mode="after")
     def _refuse_strangers(self) -> Self:
-        if not (self.allow_unauthenticated or self.has_keys or _is_loopback(self.host)):
-            raise ValueError(
-                f"host {self.host!r} can be reached from other machines and there are no API keys: "
-                "make one with `pdmesh key add NAME` (see keys_path), use 127.0.0.1, or set "
-                "allow_unauthenticated"
-            )
+        if self.allow_unauthenticated or self.has_keys:
+            return self
+        # The REST API and InferenceService are two doors to the same pipeline.
+        inference_host = self.inference_listen.rpartition(":")[0].strip("[]")
+        for name, host in (("host", self.host), ("inference_listen", inference_host)):
+            if not _is_loopback(host):
+                raise ValueError(
+                    f"{name} {host!r} can be reached from other machines and there are no API "
+                    "keys: make one with `pdmesh key add NAME` (see keys_path), use 127.0.0.1, or "
+                    "set allow_unauthenticated"
+                )
         return self
 
     @model_validator(mode="after")

@@ -28,6 +28,24 @@ def test_reachable_host_is_refused_without_keys_unless_allowed(
     assert read(GatewayConfig).host == host
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0:50050", "[::]:50050", "192.168.1.5:0"])
+def test_reachable_inference_service_is_refused_without_keys_unless_allowed(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("PDMESH_INFERENCE_LISTEN", address)
+    with pytest.raises(ConfigError, match="inference_listen"):
+        read(GatewayConfig)
+
+    monkeypatch.setenv("PDMESH_ALLOW_UNAUTHENTICATED", "true")
+    assert read(GatewayConfig).inference_listen == address
+
+
+def test_inference_service_on_loopback_needs_no_permission(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDMESH_INFERENCE_LISTEN", "[::1]:50050")
+
+    assert read(GatewayConfig).inference_listen == "[::1]:50050"
+
+
 def test_all_problems_are_reported_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDMESH_PORT", "99999")
     monkeypatch.setenv("PDMESH_MAX_ATTEMPTS", "0")
