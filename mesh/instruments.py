@@ -56,17 +56,19 @@ class Values:
     """
 
     def __init__(self, *names: str, max_values: int = 64) -> None:
-        self._names = set(names)
+        # By name, as plain strings: OpenTelemetry takes a member of a StrEnum for another value
+        # than the string that it equals, and would report two series with the same labels.
+        self._names = {str(name): str(name) for name in names}
         self._max_values = max_values
 
     def allow(self, *names: str) -> None:
         """Add values that the operator chose, such as the names of served models."""
         for name in names:
             if len(self._names) < self._max_values:
-                self._names.add(name)
+                self._names[str(name)] = str(name)
 
     def pick(self, value: str) -> str:
-        return value if value in self._names else OTHER
+        return self._names.get(value, OTHER)
 
     @property
     def names(self) -> frozenset[str]:

@@ -1,6 +1,7 @@
 import math
 import urllib.request
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,12 +13,14 @@ from mesh.ports import find_free_ports
 
 def samples() -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     text = metrics.render()[0].decode()
-    return {
-        # A label that only other series have is an empty one here.
-        (sample.name, tuple(sorted(one for one in sample.labels.items() if one[1]))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            # A label that only other series have is an empty one here.
+            series = sample.name, tuple(sorted(one for one in sample.labels.items() if one[1]))
+            assert series not in found, "Prometheus refuses a scrape that has a series twice"
+            found[series] = sample.value
+    return found
 
 
 def value(name: str, **labels: str) -> float:
@@ -32,6 +35,19 @@ def test_counters_are_rendered_for_prometheus() -> None:
     after = value("pdmesh_disagg_decision_total", decision="local", reason="isl_bounding")
     assert after == before + 2
     assert metrics.render()[1].startswith("text/plain")
+
+
+def test_a_member_of_an_enumeration_is_the_series_of_its_value() -> None:
+    class Decision(StrEnum):
+        LOCAL = "local"
+
+    before = value("pdmesh_disagg_decision_total", decision="local", reason="forced")
+
+    for decision in ("local", Decision.LOCAL):
+        metrics.DISAGG_DECISIONS.add(1, {"decision": decision, "reason": "forced"})
+
+    after = value("pdmesh_disagg_decision_total", decision="local", reason="forced")
+    assert after == before + 2
 
 
 # OB-05
