@@ -1,0 +1,138 @@
+"""What prefill and decode workers measure: their engine, its cache, their leases."""
+
+from mesh.instruments import Counter, Gauge, Histogram, Values, WatchedCounter
+from mesh.metrics.labels import MODEL, PER_TOKEN_SECONDS, POWERS_OF_TWO, SECONDS
+
+NUM_RUNNING = Gauge(
+    "pdmesh.engine.running", "{request}", "Requests in the running batch", service="worker"
+)
+NUM_WAITING = Gauge(
+    "pdmesh.engine.waiting",
+    "{request}",
+    "Requests waiting for room or remote KV",
+    service="worker",
+)
+NUM_WAITING_TOKENS = Gauge(
+    "pdmesh.engine.waiting_tokens",
+    "{token}",
+    "Prompt tokens not computed yet",
+    service="worker",
+)
+STEP_AGE = Gauge(
+    "pdmesh.engine.step_age",
+    "s",
+    "How long the running step has lasted; 0 without work",
+    service="worker",
+)
+STEPS = WatchedCounter(
+    "pdmesh.engine.steps", "{step}", "Steps run: forward progress", service="worker"
+)
+STEP_DURATION = Histogram(
+    "pdmesh.engine.step.duration",
+    "s",
+    "Time of one step, forward pass and sampling",
+    SECONDS,
+    service="worker",
+)
+BATCH_SIZE = Histogram(
+    "pdmesh.engine.step.requests",
+    "{request}",
+    "Requests in one step",
+    POWERS_OF_TWO[:11],
+    service="worker",
+)
+STEP_TOKENS = Histogram(
+    "pdmesh.engine.step.tokens",
+    "{token}",
+    "Tokens computed in one step",
+    POWERS_OF_TWO,
+    service="worker",
+)
+ENGINE_TIME_PER_OUTPUT_TOKEN = Histogram(
+    "pdmesh.engine.time_per_output_token",
+    "s",
+    "Mean time between tokens where they are made: a client that gets them faster than this "
+    "gets them from a buffer",
+    PER_TOKEN_SECONDS,
+    MODEL,
+    service="worker",
+)
+INVALID_LOGITS = WatchedCounter(
+    "pdmesh.engine.invalid_logits",
+    "{request}",
+    "Requests that failed because the model gave no usable distribution",
+    service="worker",
+)
+PREEMPTIONS = WatchedCounter(
+    "pdmesh.preemptions", "{request}", "Requests that gave their blocks away", service="worker"
+)
+RECOMPUTED_TOKENS = WatchedCounter(
+    "pdmesh.recomputed_tokens",
+    "{token}",
+    "Tokens computed again after a preemption",
+    service="worker",
+)
+PREFIX_CACHE_QUERIES = WatchedCounter(
+    "pdmesh.prefix_cache.queries",
+    "{token}",
+    "Prompt tokens looked up in the prefix cache",
+    service="worker",
+)
+PREFIX_CACHE_HITS = WatchedCounter(
+    "pdmesh.prefix_cache.hits",
+    "{token}",
+    "Prompt tokens found in the prefix cache",
+    service="worker",
+)
+NUM_BLOCKS = Gauge("pdmesh.kv_cache.blocks", "{block}", "Blocks in the KV cache", service="worker")
+CACHE_BLOCK_SIZES, CACHE_SIZES = Values(), Values()
+KV_CACHE_CONFIG = Gauge(
+    "pdmesh.kv_cache.config",
+    "1",
+    "Always 1; the labels say how the KV cache is laid out",
+    {"block_size": CACHE_BLOCK_SIZES, "num_blocks": CACHE_SIZES},
+    service="worker",
+)
+NUM_FREE_BLOCKS = Gauge(
+    "pdmesh.kv_cache.free_blocks",
+    "{block}",
+    "Blocks that could be handed out, cached ones included",
+    service="worker",
+)
+KV_CACHE_USAGE = Gauge(
+    "pdmesh.kv_cache.usage",
+    "1",
+    "Share of the blocks that requests and leases hold",
+    service="worker",
+)
+NUM_LEASES = Gauge(
+    "pdmesh.kv_cache.leases", "{lease}", "Handles held for another worker", service="worker"
+)
+LEASE_EXPIRIES = Counter(
+    "pdmesh.kv_cache.lease_expiries",
+    "{lease}",
+    "Leases that ended before anybody took the blocks",
+    service="worker",
+)
+ABORTED = Counter(
+    "pdmesh.aborted",
+    "{request}",
+    "Requests whose caller went away, by what they were doing",
+    {"state": Values("queued", "prefill", "transfer", "decode", "waiting", "running")},
+    service="worker",
+)
+KV_TRANSFER_FAILURES = Counter(
+    "pdmesh.kv_transfer.failures",
+    "{transfer}",
+    "Transfers after which the prompt was recomputed",
+    {
+        "reason": Values(
+            "holder_unreachable",
+            "incomplete",
+            "layout_mismatch",
+            "lease_expired",
+            "pull_failed",
+        )
+    },
+    service="worker",
+)
