@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,8 @@ def _python_service(
     role = _role(name)
     package = role if role == "gateway" else f"{role}_svc"
     probe = _http_probe(f"http://{address}") if role == "gateway" else _grpc_probe(address)
+    # A gateway that drains listens to gRPC for longer.
+    grpc_address = env.get("PDMESH_INFERENCE_LISTEN", address)
     return ServiceSpec(
         name=name,
         role=role,
@@ -239,6 +242,7 @@ def _python_service(
         address=address,
         metrics_address=metrics_address,
         probe=probe,
+        answers=partial(_grpc_answers, grpc_address),
         stop_stage=_STOP_STAGES.get(role, 2),
     )
 
@@ -264,7 +268,8 @@ def _redis_service(home: Home, port: int, url: str, environment: Mapping[str, st
         argv=tuple(argv),
         env=dict(environment),
         address=f"127.0.0.1:{port}",
-        probe=_redis_probe(url),
+        probe=partial(redis_health, url),
+        answers=partial(redis_health, url),
         start_stage=0,
         stop_stage=_STOP_STAGES["redis"],
     )
@@ -284,11 +289,8 @@ def _http_probe(url: str) -> Callable[[], Awaitable[bool]]:
     return probe
 
 
-def _redis_probe(url: str) -> Callable[[], Awaitable[bool]]:
-    async def probe() -> bool:
-        return await redis_health(url)
-
-    return probe
+async def _grpc_answers(address: str, timeout_s: float) -> bool:
+    return await grpc_health(address, timeout_s) != "UNREACHABLE"
 
 
 async def redis_health(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:

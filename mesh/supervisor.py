@@ -26,6 +26,10 @@ BACKOFF_LAST_S = 10.0
 # A service that ran so long starts again with the first backoff.
 BACKOFF_RESET_S = 30.0
 PROBE_INTERVAL_S = 0.05
+# Health checks in a row that a process may leave unanswered before it counts as hung. They are
+# counted, not timed: a machine that was suspended must not find all of its processes guilty.
+MAX_MISSES = 6
+DEFAULT_HANG_TIMEOUT_S = 30.0
 
 
 class StartFailed(Exception):
@@ -43,6 +47,8 @@ class ServiceSpec:
     env: Mapping[str, str]
     address: str
     probe: Callable[[], Awaitable[bool]]
+    # Whether it answers at all, ready or not, within so many seconds.
+    answers: Callable[[float], Awaitable[bool]]
     # Where it answers GET /metrics.
     metrics_address: str | None = None
     # Services of a lower stage are ready before a higher one is started.
@@ -68,8 +74,9 @@ class Supervisor:
     """Owns the processes of a mesh from `start` to `stop`.
 
     A process that ends is started again, after a delay that doubles from a
-    quarter of a second to ten. The children are told by the kernel when the
-    supervisor dies, however it dies.
+    quarter of a second to ten. One that was ready and then answers nothing for
+    `hang_timeout_s` (0: however long) is killed, which ends it. The children are
+    told by the kernel when the supervisor dies, however it dies.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class Supervisor:
         grpc_address: str,
         model: str,
         control_address: str = "",
+        hang_timeout_s: float = DEFAULT_HANG_TIMEOUT_S,
         on_change: Callable[[MeshState], None] | None = None,
     ) -> None:
         self._home = home
@@ -89,6 +97,7 @@ class Supervisor:
         self._grpc_address = grpc_address
         self._model = model
         self._control_address = control_address
+        self._check_interval_s = hang_timeout_s / MAX_MISSES
         self._on_change = on_change or (lambda _: None)
         self._ready = False
         self._pid_created_at = psutil.Process().create_time()
@@ -194,12 +203,12 @@ class Supervisor:
         while True:
             started = time.monotonic()
             await self._spawn(service)
-            probing = asyncio.create_task(self._probe(service))
+            tending = asyncio.create_task(self._tend(service))
             assert service.process is not None
             try:
                 status = await service.process.wait()
             finally:
-                probing.cancel()
+                tending.cancel()
             service.ready.clear()
             logger.warning(
                 "service ended", extra={"service_name": service.spec.name, "status": status}
@@ -235,7 +244,33 @@ class Supervisor:
         service.state = "starting"
         self._publish()
 
-    async def _probe(self, service: _Service) -> None:
+    async def _tend(self, service: _Service) -> None:
+        """Tell when a process is ready, and end it should it hang later."""
+        await self._until_ready(service)
+        if self._check_interval_s == 0:
+            return
+        await self._until_hung(service)
+        assert service.process is not None
+        logger.error(
+            "service hangs and is killed",
+            extra={
+                "service_name": service.spec.name,
+                "pid": service.process.pid,
+                "num_misses": MAX_MISSES,
+            },
+        )
+        with contextlib.suppress(ProcessLookupError):
+            service.process.kill()
+
+    async def _until_hung(self, service: _Service) -> None:
+        num_misses = 0
+        while num_misses < MAX_MISSES:
+            next_check = asyncio.create_task(asyncio.sleep(self._check_interval_s))
+            is_alive = await service.spec.answers(self._check_interval_s)
+            num_misses = 0 if is_alive else num_misses + 1
+            await next_check
+
+    async def _until_ready(self, service: _Service) -> None:
         # Another process has no event to wait for.
         while not await service.spec.probe():  # noqa: ASYNC110
             await asyncio.sleep(PROBE_INTERVAL_S)

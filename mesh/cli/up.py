@@ -24,7 +24,13 @@ from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
 from mesh.fleet import Fleet, serving_fleet
 from mesh.home import Home, HomeInUse, MeshState
 from mesh.launch import Launch, LaunchOptions, plan_launch, write_topology
-from mesh.supervisor import StartFailed, Supervisor, clean_up, find_supervisor
+from mesh.supervisor import (
+    DEFAULT_HANG_TIMEOUT_S,
+    StartFailed,
+    Supervisor,
+    clean_up,
+    find_supervisor,
+)
 
 START_TIMEOUT_S = 120.0
 STOP_GRACE_S = 12.0
@@ -58,6 +64,12 @@ def up(
         list[str] | None,
         typer.Option("--set", help="A setting of one service, as SERVICE.NAME=VALUE."),
     ] = None,
+    hang_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Replace a process that answers nothing for so many seconds; 0: never.", min=0
+        ),
+    ] = DEFAULT_HANG_TIMEOUT_S,
     detach: Annotated[bool, typer.Option(help="Return when ready; run on behind.")] = False,
     log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
     redis_url: Annotated[
@@ -96,13 +108,13 @@ def up(
         with place.lock():
             for left in clean_up(place):
                 console.print(f"cleaned up after an earlier run: {left}", style="dim")
-            status = asyncio.run(_serve(place, options))
+            status = asyncio.run(_serve(place, options, hang_timeout))
     except (HomeInUse, StartFailed, ValueError, model_store.ModelStoreError, OSError) as error:
         raise fail(str(error)) from error
     raise typer.Exit(status)
 
 
-async def _serve(home: Home, options: LaunchOptions) -> int:
+async def _serve(home: Home, options: LaunchOptions, hang_timeout_s: float) -> int:
     # Our children are other programs at once: gRPC need not follow them into the fork.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     logging.basicConfig(filename=home.logs / "up.log", level=options.log_level)
@@ -116,6 +128,7 @@ async def _serve(home: Home, options: LaunchOptions) -> int:
         grpc_address=launch.grpc_address,
         model=options.model_name,
         control_address=launch.control_address,
+        hang_timeout_s=hang_timeout_s,
         on_change=display.update,
     )
     stop = asyncio.Event()

@@ -10,7 +10,15 @@ import psutil
 import pytest
 
 from mesh.home import Home, HomeInUse, MeshState
-from mesh.supervisor import ServiceSpec, StartFailed, Supervisor, clean_up, find_process
+from mesh.supervisor import (
+    DEFAULT_HANG_TIMEOUT_S,
+    MAX_MISSES,
+    ServiceSpec,
+    StartFailed,
+    Supervisor,
+    clean_up,
+    find_process,
+)
 
 SLEEP = "import time\nwhile True: time.sleep(60)"
 
@@ -21,8 +29,12 @@ def spec(
     probe: Callable[[], Awaitable[bool]] | None = None,
     start_stage: int = 1,
     stop_stage: int = 1,
+    answers: Callable[[float], Awaitable[bool]] | None = None,
 ) -> ServiceSpec:
     async def ready() -> bool:
+        return True
+
+    async def always(timeout_s: float) -> bool:
         return True
 
     return ServiceSpec(
@@ -33,6 +45,7 @@ def spec(
         env=dict(os.environ),
         address="127.0.0.1:1",
         probe=probe or ready,
+        answers=answers or always,
         start_stage=start_stage,
         stop_stage=stop_stage,
     )
@@ -47,9 +60,20 @@ def home(tmp_path: Path) -> Home:
 
 
 def supervise(
-    home: Home, *specs: ServiceSpec, on_change: Callable[[MeshState], None] | None = None
+    home: Home,
+    *specs: ServiceSpec,
+    hang_timeout_s: float = DEFAULT_HANG_TIMEOUT_S,
+    on_change: Callable[[MeshState], None] | None = None,
 ) -> Supervisor:
-    return Supervisor(home, specs, url="u", grpc_address="g", model="m", on_change=on_change)
+    return Supervisor(
+        home,
+        specs,
+        url="u",
+        grpc_address="g",
+        model="m",
+        hang_timeout_s=hang_timeout_s,
+        on_change=on_change,
+    )
 
 
 async def test_services_run_until_they_are_stopped(home: Home) -> None:
@@ -83,6 +107,104 @@ async def test_a_service_that_dies_is_started_again_as_a_new_process(home: Home)
 
     assert supervisor.state().services[0].pid not in (None, first)
     await supervisor.stop(grace_s=5)
+
+
+# Answers whoever connects, for as long as it runs.
+ECHO = """
+import pathlib, socket, sys
+listener = socket.create_server(("127.0.0.1", 0))
+port = pathlib.Path({port!r})
+part = port.with_suffix(".part")
+part.write_text(str(listener.getsockname()[1]))
+part.rename(port)
+while True:
+    connection, _ = listener.accept()
+    connection.sendall(b"here")
+    connection.close()
+"""
+
+
+@pytest.mark.timeout(60)
+async def test_a_service_that_is_frozen_is_killed_and_replaced_after_some_misses(
+    home: Home, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = tmp_path / "port"
+    outcomes: list[bool] = []
+    checked = asyncio.Event()
+    states: asyncio.Queue[MeshState] = asyncio.Queue()
+
+    async def ask(timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_connection("127.0.0.1", int(port.read_text()))
+                try:
+                    return await reader.read() == b"here"
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError):
+            return False
+
+    async def answers(timeout_s: float) -> bool:
+        outcomes.append(await ask(timeout_s))
+        checked.set()
+        return outcomes[-1]
+
+    async def until_outcomes(latest: list[bool]) -> None:
+        async with asyncio.timeout(20):
+            while outcomes[-len(latest) :] != latest:
+                checked.clear()
+                await checked.wait()
+
+    async def is_ready() -> bool:
+        return port.exists()
+
+    async def until(is_so: Callable[[MeshState], bool]) -> MeshState:
+        async with asyncio.timeout(20):
+            while not is_so(state := await states.get()):
+                pass
+            return state
+
+    supervisor = supervise(
+        home,
+        spec("a", ECHO.format(port=str(port)), is_ready, answers=answers),
+        hang_timeout_s=0.6,
+        on_change=states.put_nowait,
+    )
+    await supervisor.start(timeout_s=20)
+    [frozen] = supervisor.state().services
+    assert frozen.pid is not None
+    # Shorter than that does not matter.
+    os.kill(frozen.pid, signal.SIGSTOP)
+    await until_outcomes([False, False])
+    os.kill(frozen.pid, signal.SIGCONT)
+    await until_outcomes([True])
+    assert supervisor.state().services[0].pid == frozen.pid
+
+    os.kill(frozen.pid, signal.SIGSTOP)
+    await until(lambda state: state.services[0].restarts == 1)
+    port.unlink(missing_ok=True)
+    state = await until(lambda state: state.services[0].state == "running")
+
+    assert state.services[0].pid not in (None, frozen.pid)
+    assert find_process(frozen) is None
+    assert outcomes[-MAX_MISSES:] == [False] * MAX_MISSES
+    [told] = [one for one in caplog.records if one.message == "service hangs and is killed"]
+    assert (told.service_name, told.pid) == ("a", frozen.pid)  # type: ignore[attr-defined]
+    await supervisor.stop(grace_s=5)
+
+
+async def test_nobody_is_asked_where_hanging_is_allowed(home: Home) -> None:
+    asked: list[float] = []
+
+    async def answers(timeout_s: float) -> bool:
+        asked.append(timeout_s)
+        return True
+
+    supervisor = supervise(home, spec("a", SLEEP, answers=answers), hang_timeout_s=0)
+    await supervisor.start(timeout_s=20)
+    await supervisor.stop(grace_s=5)
+
+    assert asked == []
 
 
 async def test_a_service_that_ignores_sigterm_is_killed(home: Home, tmp_path: Path) -> None:
