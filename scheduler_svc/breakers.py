@@ -10,6 +10,9 @@ from mesh import metrics
 
 logger = logging.getLogger(__name__)
 
+# A process that comes back from the dead after longer than this starts with a clean record.
+_REMEMBERED_S = 600.0
+
 
 class Failure(StrEnum):
     """How a worker failed a request, as its caller saw it."""
@@ -44,6 +47,8 @@ class _Breaker:
     opened_at: float = 0.0
     # The placement that finds out.
     probe: object | None = None
+    # Since when its process is not registered.
+    gone_since: float | None = None
 
 
 class Breakers:
@@ -70,8 +75,12 @@ class Breakers:
 
     @property
     def states(self) -> Mapping[str, BreakerState]:
-        """Of those that are not simply closed, and perhaps of some that are."""
-        return {holder_id: self.state(holder_id) for holder_id in self._breakers}
+        """Of registered workers that are not simply closed, and perhaps of some that are."""
+        return {
+            holder_id: self.state(holder_id)
+            for holder_id, breaker in self._breakers.items()
+            if breaker.gone_since is None
+        }
 
     def next_probe_in_s(self) -> float | None:
         """When the first open breaker will be half open; None while none is open."""
@@ -118,10 +127,21 @@ class Breakers:
         if breaker.open_s or is_lost or breaker.num_failures >= self._settings.max_failures:
             self._open(holder_id, breaker, failure)
 
-    def keep(self, holder_ids: Collection[str]) -> None:
-        """Forget the breakers of all others: those processes are gone."""
-        for holder_id in self._breakers.keys() - set(holder_ids):
-            del self._breakers[holder_id]
+    def registered(self, holder_ids: Collection[str]) -> None:
+        """Who is there now. The breaker of a process that is not stays as it is: one that was
+        frozen or cut off may come back, no better than before. Only a new process with the same
+        worker id, or a long absence, ends it.
+        """
+        now = self._clock()
+        replaced = {_worker_id(holder_id) for holder_id in holder_ids}
+        for holder_id, breaker in list(self._breakers.items()):
+            if holder_id in holder_ids:
+                breaker.gone_since = None
+                continue
+            if breaker.gone_since is None:
+                breaker.gone_since = now
+            if _worker_id(holder_id) in replaced or now - breaker.gone_since > _REMEMBERED_S:
+                del self._breakers[holder_id]
 
     def _open(self, holder_id: str, breaker: _Breaker, failure: Failure) -> None:
         longer_s = 2 * breaker.open_s or self._settings.first_open_s
@@ -138,3 +158,7 @@ class Breakers:
                 "open_s": breaker.open_s,
             },
         )
+
+
+def _worker_id(holder_id: str) -> str:
+    return holder_id.rpartition("@")[0]

@@ -256,7 +256,7 @@ class Scheduler:
             self._probe_timer = asyncio.get_running_loop().call_later(delay_s, self._queue.wake)
 
     def _refreshed(self) -> None:
-        self._breakers.keep([view.holder_id for view in self._cluster.views])
+        self._breakers.registered({view.holder_id for view in self._cluster.views})
         self._queue.wake()
 
     def _release(self, held: HeldPlacement) -> None:

@@ -125,8 +125,43 @@ def test_new_process_starts_with_a_clean_record(breakers: Breakers) -> None:
     open_by_loss(breakers)
 
     assert breakers.admits("decode-0@2")
-    breakers.keep(["decode-0@2"])
+    breakers.registered(["decode-0@2"])
     assert breakers.states == {}
+    assert breakers.state(WORKER) is BreakerState.CLOSED
+
+
+def test_process_that_leaves_the_registry_and_comes_back_is_not_forgiven(
+    breakers: Breakers, clock: Clock
+) -> None:
+    open_by_loss(breakers)
+    clock.now += 1.0
+    breakers.failed(WORKER, probe(breakers), Failure.LOST)
+
+    # Frozen: its record expires, and it writes another one when it thaws.
+    breakers.registered(["decode-1@1"])
+    assert breakers.states == {}
+    clock.now += 60.0
+    breakers.registered(["decode-1@1"])
+    breakers.registered(["decode-1@1", WORKER])
+
+    assert breakers.states == {WORKER: BreakerState.HALF_OPEN}
+    breakers.failed(WORKER, probe(breakers), Failure.LOST)
+    clock.now += 3.9
+    assert breakers.state(WORKER) is BreakerState.OPEN
+    clock.now += 0.2
+    assert breakers.state(WORKER) is BreakerState.HALF_OPEN
+
+
+def test_process_that_stays_away_is_forgotten(breakers: Breakers, clock: Clock) -> None:
+    open_by_loss(breakers)
+    breakers.registered([])
+    clock.now += 599.0
+    breakers.registered([])
+    assert breakers.state(WORKER) is BreakerState.HALF_OPEN
+    clock.now += 2.0
+    breakers.registered([])
+
+    assert breakers.state(WORKER) is BreakerState.CLOSED
 
 
 def test_openings_are_counted_by_failure(breakers: Breakers) -> None:
