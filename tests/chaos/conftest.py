@@ -9,9 +9,8 @@ import pytest
 
 from mesh.home import Home
 from mesh.ports import find_free_ports
-from tests.chaos.cells import undisturbed
+from tests.chaos.cells import Expected, undisturbed
 from tests.chaos.probe import MeshProbe
-from tests.chaos.streams import Answer
 from tests.e2e.harness import RunningMesh, pdmesh, start_mesh
 
 # Shorter than many a stream takes: those have to move.
@@ -62,8 +61,8 @@ async def probe(chaos_mesh: RunningMesh) -> AsyncIterator[MeshProbe]:
 
 
 @pytest.fixture(scope="session")
-def expected(chaos_mesh: RunningMesh) -> list[Answer]:
-    async def ask() -> list[Answer]:
+def expected(chaos_mesh: RunningMesh) -> Expected:
+    async def ask() -> Expected:
         async with MeshProbe(Home(chaos_mesh.home)) as made:
             await made.wait_until_whole(60)
             return await undisturbed(made)

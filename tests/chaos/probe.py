@@ -52,6 +52,12 @@ class MeshProbe:
         for channel in self._channels.values():
             await channel.close()
 
+    @property
+    def supervisor_pid(self) -> int:
+        state = self.home.read_state()
+        assert state is not None, "the mesh runs"
+        return state.pid
+
     def services(self, role: str | None = None) -> list[ServiceRecord]:
         state = self.home.read_state()
         assert state is not None, "the mesh runs"

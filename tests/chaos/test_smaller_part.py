@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.chaos.cells import SHORT_FREEZE_S, Cell, Fault, Stage, run_cell
+from tests.chaos.cells import SHORT_FREEZE_S, Cell, Expected, Fault, Stage, run_cell
 from tests.chaos.probe import MeshProbe
-from tests.chaos.streams import Answer
 
 CELLS = [
     Cell("gateway", Fault.SIGKILL, Stage.DECODING),
@@ -19,5 +18,5 @@ CELLS = [
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-async def test_smaller_part(cell: Cell, probe: MeshProbe, expected: list[Answer]) -> None:
+async def test_smaller_part(cell: Cell, probe: MeshProbe, expected: Expected) -> None:
     assert await run_cell(cell, probe, expected) == []
