@@ -10,7 +10,7 @@ import grpc
 
 from gateway.attempts import worker_failure
 from gateway.generation import Chunk, Job, PriorityClass
-from gateway.peers import ask_any
+from gateway.peers import ask_any, first_answer
 from mesh.client import mesh_errors
 from mesh.errors import DeadlineExceeded, MeshError, WorkerUnavailable
 from mesh.telemetry import use_span
@@ -178,9 +178,13 @@ class Scheduler:
         await asyncio.gather(*self._ending)
 
     async def get_state(self, timeout_s: float) -> scheduler_pb2.GetStateResponse:
-        """The workers that are alive, as the scheduler sees them."""
-        with mesh_errors():
-            return await self._stub.GetState(scheduler_pb2.GetStateRequest(), timeout=timeout_s)
+        """The workers that are alive, as a scheduler sees them."""
+
+        async def ask(left_s: float) -> scheduler_pb2.GetStateResponse:
+            with mesh_errors():
+                return await self._stub.GetState(scheduler_pb2.GetStateRequest(), timeout=left_s)
+
+        return await first_answer(ask, timeout_s=timeout_s)
 
     async def _ask(self, admit: scheduler_pb2.PlaceRequest, job: Job) -> HeldPlacement:
         """One scheduler's placement; the call that holds it ends here unless there is one."""

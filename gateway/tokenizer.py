@@ -7,7 +7,7 @@ import grpc
 
 from gateway.generation import ChatPrompt, Deadline, TextPrompt
 from gateway.keys.model import ANYONE, Caller
-from gateway.peers import ask_any
+from gateway.peers import ask_any, first_answer
 from mesh import metrics
 from mesh.client import mesh_errors
 from mesh.errors import MeshError, ModelNotFound
@@ -31,11 +31,13 @@ class Tokenizer:
     async def list_models(
         self, timeout_s: float = _LIST_TIMEOUT_S
     ) -> list[tokenizer_pb2.ModelInfo]:
-        with mesh_errors():
-            response = await self._stub.ListModels(
-                tokenizer_pb2.ListModelsRequest(), timeout=timeout_s
-            )
-        return list(response.models)
+        async def ask(left_s: float) -> tokenizer_pb2.ListModelsResponse:
+            with mesh_errors():
+                return await self._stub.ListModels(
+                    tokenizer_pb2.ListModelsRequest(), timeout=left_s
+                )
+
+        return list((await first_answer(ask, timeout_s=timeout_s)).models)
 
     async def encode(
         self,

@@ -38,6 +38,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     # Set to hold Encode back.
     encode_gate: asyncio.Event | None = None
+    # Set to hold ListModels back, as a frozen process does.
+    list_gate: asyncio.Event | None = None
     # Break the Detokenize call, once, after so many answers of it.
     break_after: int | None = None
     # Answers every append from this one on with an error.
@@ -57,6 +59,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def ListModels(
         self, request: tokenizer_pb2.ListModelsRequest, context: Context
     ) -> tokenizer_pb2.ListModelsResponse:
+        if self.list_gate is not None:
+            await self.list_gate.wait()
         model = tokenizer_pb2.ModelInfo(
             name=MODEL,
             max_model_len=WINDOW,
@@ -533,6 +537,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     # By the prompt's text: how many times the mesh is full for it.
     full: dict[bytes, int] = field(default_factory=dict)
     gate: asyncio.Event | None = None
+    # Set to hold GetState back, as a frozen process does.
+    state_gate: asyncio.Event | None = None
     num_open: int = 0
     lease_ms: int = 15_000
     admits: list[scheduler_pb2.PlaceRequest.Admit] = field(default_factory=list)
@@ -574,6 +580,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetState(
         self, request: scheduler_pb2.GetStateRequest, context: Context
     ) -> scheduler_pb2.GetStateResponse:
+        if self.state_gate is not None:
+            await self.state_gate.wait()
         return scheduler_pb2.GetStateResponse(
             workers=[
                 scheduler_pb2.WorkerState(

@@ -1,14 +1,18 @@
 """/health: forward progress of the mesh, not just an open port."""
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from gateway.health import StallDetector
-from mesh.v1 import scheduler_pb2, types_pb2
-from tests.gateway.fakes import FakeMesh
+from mesh.server import MeshServer
+from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2_grpc, types_pb2
+from tests.gateway.fakes import FakeMesh, FakeScheduler, FakeTokenizer
 from tests.gateway.running import RunningGateway, eventually, run_gateway
 
 WITHIN_S = 10
@@ -52,6 +56,57 @@ async def test_lost_scheduler_is_unready() -> None:
         await mesh.kill("scheduler")
         body = await until(gateway, 503)
     assert any("scheduler" in problem for problem in body["problems"])
+
+
+@asynccontextmanager
+async def serving(add: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> AsyncIterator[str]:
+    server = MeshServer()
+    server.add(add, servicer, "another")
+    try:
+        yield await server.start()
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def gateway_of_twins(mesh: FakeMesh) -> AsyncIterator[RunningGateway]:
+    """Beside a second scheduler and a second tokenizer that are frozen already."""
+    frozen = asyncio.Event()
+    scheduler, tokenizer = FakeScheduler(state_gate=frozen), FakeTokenizer(list_gate=frozen)
+    add_scheduler = scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server
+    add_tokenizer = tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server
+    async with (
+        serving(add_scheduler, scheduler) as scheduler_address,
+        serving(add_tokenizer, tokenizer) as tokenizer_address,
+        run_gateway(
+            mesh,
+            scheduler_addresses=[mesh.scheduler_address, scheduler_address],
+            tokenizer_addresses=[mesh.tokenizer_address, tokenizer_address],
+        ) as gateway,
+    ):
+        yield gateway
+
+
+async def test_mesh_stays_ready_while_one_scheduler_and_one_tokenizer_answer(
+    mesh: FakeMesh,
+) -> None:
+    async with gateway_of_twins(mesh) as gateway:
+        await until(gateway, 200)
+        for _ in range(6):
+            await gateway.core.health.check()
+            assert gateway.core.health.report()["problems"] == []
+
+
+async def test_mesh_whose_schedulers_are_all_frozen_is_unready(mesh: FakeMesh) -> None:
+    async with gateway_of_twins(mesh) as gateway:
+        await until(gateway, 200)
+        mesh.scheduler.state_gate = asyncio.Event()
+        try:
+            body = await until(gateway, 503)
+        finally:
+            mesh.scheduler.state_gate.set()
+            mesh.scheduler.state_gate = None
+        assert body["problems"] == ["scheduler: DEADLINE_EXCEEDED"]
 
 
 async def test_mesh_without_decode_worker_is_unready(
