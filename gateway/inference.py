@@ -23,6 +23,7 @@ from gateway.generation import (
 from gateway.inference_rules import apply_rules, read_payload
 from gateway.record import RequestRecord
 from gateway.rules.engine import ACTIONS_HEADER
+from gateway.service_class import priority_class
 from mesh.client import remaining_s
 from mesh.errors import InvalidRequest
 from mesh.telemetry import SpanKind, request_id_var, span, start_span, use_span
@@ -105,7 +106,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             if ruled.payload is None
             else read_payload(ruled.payload, request, model.name)
         )
-        return model, replace(generation, tenant=caller.group)
+        return model, replace(
+            generation, ttft_objective_ms=request.ttft_objective_ms, tenant=caller.group
+        )
 
     async def _prepare(
         self,
@@ -143,6 +146,7 @@ def _to_generation(request: inference_pb2.GenerateRequest) -> GenerationRequest:
         skip_special_tokens=not request.keep_special_tokens,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        priority_class=priority_class(request.priority_class),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.body import parse_object
-from gateway.generation import GenerationRequest
+from gateway.generation import GenerationRequest, PriorityClass
 from gateway.openai.chat import ChatRequest
 from gateway.openai.completions import CompletionRequest
 from gateway.param_rules import raise_if_rejected
@@ -15,6 +15,7 @@ from gateway.rules.condition_reader import ROUTES
 from gateway.rules.engine import RuleRequest, actions_header, apply
 from gateway.rules.headers import Header
 from gateway.rules.model import RuleSet
+from gateway.service_class import priority_class
 from mesh.errors import InvalidRequest
 from mesh.v1 import inference_pb2, tokenizer_pb2
 
@@ -35,6 +36,8 @@ _SAMPLING = (
     "stop_token_ids",
     "logit_bias",
 )
+
+_TIERS = {PriorityClass.ONLINE: "default", PriorityClass.OFFLINE: "flex"}
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ def _to_payload(request: inference_pb2.GenerateRequest) -> dict[str, Any]:
         payload["cache_salt"] = request.cache_salt
     if request.priority:
         payload["priority"] = request.priority
+    if request.priority_class:
+        payload["service_tier"] = _TIERS[priority_class(request.priority_class)]
     return payload
 
 

@@ -25,8 +25,8 @@ _MODES = {
     scheduler_pb2.PLACEMENT_MODE_LOCAL: "local",
 }
 _CLASSES = {
-    PriorityClass.ONLINE: scheduler_pb2.PRIORITY_CLASS_ONLINE,
-    PriorityClass.OFFLINE: scheduler_pb2.PRIORITY_CLASS_OFFLINE,
+    PriorityClass.ONLINE: types_pb2.PRIORITY_CLASS_ONLINE,
+    PriorityClass.OFFLINE: types_pb2.PRIORITY_CLASS_OFFLINE,
 }
 
 

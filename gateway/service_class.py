@@ -1,11 +1,20 @@
-"""What a client asks of the scheduler in headers, beside the body that OpenAI defines."""
+"""What a client asks of the scheduler beside what OpenAI's bodies define."""
 
 from starlette.datastructures import Headers
 
+from gateway.generation import PriorityClass
 from mesh.errors import InvalidRequest
+from mesh.v1 import types_pb2
 
 TTFT_OBJECTIVE = "x-pdmesh-ttft-objective-ms"
 _MAX_MS = 2**32 - 1
+
+# Keys are what is on the wire, where callers may send any number.
+_CLASSES: dict[int, PriorityClass] = {
+    types_pb2.PRIORITY_CLASS_UNSPECIFIED: PriorityClass.ONLINE,
+    types_pb2.PRIORITY_CLASS_ONLINE: PriorityClass.ONLINE,
+    types_pb2.PRIORITY_CLASS_OFFLINE: PriorityClass.OFFLINE,
+}
 
 
 def ttft_objective_ms(headers: Headers) -> int:
@@ -19,3 +28,11 @@ def ttft_objective_ms(headers: Headers) -> int:
             param=TTFT_OBJECTIVE,
         )
     return int(given)
+
+
+def priority_class(given: int) -> PriorityClass:
+    """Of a `mesh.v1.PriorityClass`."""
+    try:
+        return _CLASSES[given]
+    except KeyError:
+        raise InvalidRequest(f"priority_class {given} is not one", param="priority_class") from None

@@ -32,9 +32,9 @@ _MODES = {
     PlacementMode.LOCAL: scheduler_pb2.PLACEMENT_MODE_LOCAL,
 }
 _CLASSES = {
-    scheduler_pb2.PRIORITY_CLASS_UNSPECIFIED: PriorityClass.ONLINE,
-    scheduler_pb2.PRIORITY_CLASS_ONLINE: PriorityClass.ONLINE,
-    scheduler_pb2.PRIORITY_CLASS_OFFLINE: PriorityClass.OFFLINE,
+    types_pb2.PRIORITY_CLASS_UNSPECIFIED: PriorityClass.ONLINE,
+    types_pb2.PRIORITY_CLASS_ONLINE: PriorityClass.ONLINE,
+    types_pb2.PRIORITY_CLASS_OFFLINE: PriorityClass.OFFLINE,
 }
 _FAILURES = {
     scheduler_pb2.WORKER_FAILURE_LOST: Failure.LOST,

@@ -26,7 +26,7 @@ from mesh.v1 import tokenizer_pb2 as mesh_dot_v1_dot_tokenizer__pb2
 from mesh.v1 import types_pb2 as mesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mesh/v1/inference.proto\x12\x07mesh.v1\x1a\x17mesh/v1/tokenizer.proto\x1a\x13mesh/v1/types.proto\"\xc7\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x1d\n\x04\x63hat\x18\x04 \x01(\x0b\x32\r.mesh.v1.ChatH\x00\x12\x32\n\x10prompt_token_ids\x18\x05 \x01(\x0b\x32\x16.mesh.v1.TokenSequenceH\x00\x12\x30\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x17.mesh.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x08 \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\t \x01(\x08\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x42\x07\n\x05input\"s\n\x10GenerateResponse\x12\'\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x16.mesh.v1.GenerateDeltaH\x00\x12-\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x19.mesh.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"B\n\rGenerateDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12#\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.mesh.v1.TokenChunk\"\xfb\x01\n\x10GenerateFinished\x12,\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x15.mesh.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1d\n\x05usage\x18\x04 \x01(\x0b\x32\x0e.mesh.v1.Usage\x12%\n\x07timings\x18\x05 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x19\n\x11prefill_worker_id\x18\x06 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x07 \x01(\tB\x0e\n\x0cmatched_stop2U\n\x10InferenceService\x12\x41\n\x08Generate\x12\x18.mesh.v1.GenerateRequest\x1a\x19.mesh.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mesh/v1/inference.proto\x12\x07mesh.v1\x1a\x17mesh/v1/tokenizer.proto\x1a\x13mesh/v1/types.proto\"\x92\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x1d\n\x04\x63hat\x18\x04 \x01(\x0b\x32\r.mesh.v1.ChatH\x00\x12\x32\n\x10prompt_token_ids\x18\x05 \x01(\x0b\x32\x16.mesh.v1.TokenSequenceH\x00\x12\x30\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x17.mesh.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x08 \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\t \x01(\x08\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12.\n\x0epriority_class\x18\x0c \x01(\x0e\x32\x16.mesh.v1.PriorityClass\x12\x19\n\x11ttft_objective_ms\x18\r \x01(\rB\x07\n\x05input\"s\n\x10GenerateResponse\x12\'\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x16.mesh.v1.GenerateDeltaH\x00\x12-\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x19.mesh.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"B\n\rGenerateDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12#\n\x06tokens\x18\x02 \x01(\x0b\x32\x13.mesh.v1.TokenChunk\"\xfb\x01\n\x10GenerateFinished\x12,\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x15.mesh.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x1d\n\x05usage\x18\x04 \x01(\x0b\x32\x0e.mesh.v1.Usage\x12%\n\x07timings\x18\x05 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x19\n\x11prefill_worker_id\x18\x06 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x07 \x01(\tB\x0e\n\x0cmatched_stop2U\n\x10InferenceService\x12\x41\n\x08Generate\x12\x18.mesh.v1.GenerateRequest\x1a\x19.mesh.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,13 +34,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mesh.v1.inference_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=83
-  _globals['_GENERATEREQUEST']._serialized_end=410
-  _globals['_GENERATERESPONSE']._serialized_start=412
-  _globals['_GENERATERESPONSE']._serialized_end=527
-  _globals['_GENERATEDELTA']._serialized_start=529
-  _globals['_GENERATEDELTA']._serialized_end=595
-  _globals['_GENERATEFINISHED']._serialized_start=598
-  _globals['_GENERATEFINISHED']._serialized_end=849
-  _globals['_INFERENCESERVICE']._serialized_start=851
-  _globals['_INFERENCESERVICE']._serialized_end=936
+  _globals['_GENERATEREQUEST']._serialized_end=485
+  _globals['_GENERATERESPONSE']._serialized_start=487
+  _globals['_GENERATERESPONSE']._serialized_end=602
+  _globals['_GENERATEDELTA']._serialized_start=604
+  _globals['_GENERATEDELTA']._serialized_end=670
+  _globals['_GENERATEFINISHED']._serialized_start=673
+  _globals['_GENERATEFINISHED']._serialized_end=924
+  _globals['_INFERENCESERVICE']._serialized_start=926
+  _globals['_INFERENCESERVICE']._serialized_end=1011
 # @@protoc_insertion_point(module_scope)

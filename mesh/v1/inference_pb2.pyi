@@ -37,6 +37,8 @@ class GenerateRequest(_message.Message):
     KEEP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    PRIORITY_CLASS_FIELD_NUMBER: _builtins.int
+    TTFT_OBJECTIVE_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Appears in logs and traces; made up where empty."""
     model: _builtins.str
@@ -50,7 +52,13 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """Blocks are shared only between requests with the same salt."""
     priority: _builtins.int
-    """Smaller is sooner."""
+    """Smaller is sooner, within a class."""
+    priority_class: _types_pb2.PriorityClass.ValueType
+    """Unspecified is online. Rules see offline as `service_tier` "flex"."""
+    ttft_objective_ms: _builtins.int
+    """Within which time from now the first token is wanted: a request that could not have it
+    is refused at once. 0: whatever the scheduler's settings say.
+    """
     @_builtins.property
     def chat(self) -> _tokenizer_pb2.Chat:
         """Messages for the chat template."""
@@ -81,10 +89,12 @@ class GenerateRequest(_message.Message):
         keep_special_tokens: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
+        priority_class: _types_pb2.PriorityClass.ValueType = ...,
+        ttft_objective_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt_token_ids", b"prompt_token_ids", "sampling_params", b"sampling_params", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "stop", b"stop", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "include_stop_str_in_output", b"include_stop_str_in_output", "input", b"input", "keep_special_tokens", b"keep_special_tokens", "model", b"model", "priority", b"priority", "priority_class", b"priority_class", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "stop", b"stop", "text", b"text", "ttft_objective_ms", b"ttft_objective_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["text", "chat", "prompt_token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015

@@ -63,8 +63,8 @@ class InferenceServiceServicer:
         rule refuses the request
         UNAUTHENTICATED     keys are needed, and none or a wrong one was sent
         NOT_FOUND           the model is unknown, or not for this key
-        RESOURCE_EXHAUSTED  the mesh is full, or a limit of the key is used up; retry after
-        the given delay
+        RESOURCE_EXHAUSTED  the mesh is full, a limit of the key is used up, or the first
+        token would miss its objective; retry after the given delay
         UNAVAILABLE         no worker can take the request
         DEADLINE_EXCEEDED   the caller's deadline passed
         """

@@ -44,30 +44,6 @@ WORKER_FAILURE_FAULTY: WorkerFailure.ValueType  # 2
 """It answered with an error that another worker might not give."""
 Global___WorkerFailure: _TypeAlias = WorkerFailure  # noqa: Y015
 
-class _PriorityClass:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _PriorityClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PriorityClass.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    PRIORITY_CLASS_UNSPECIFIED: _PriorityClass.ValueType  # 0
-    """Online."""
-    PRIORITY_CLASS_ONLINE: _PriorityClass.ValueType  # 1
-    """Somebody waits for the answer."""
-    PRIORITY_CLASS_OFFLINE: _PriorityClass.ValueType  # 2
-    """Served while no online request waits, or after it has waited long."""
-
-class PriorityClass(_PriorityClass, metaclass=_PriorityClassEnumTypeWrapper):
-    """Who goes first when not all can."""
-
-PRIORITY_CLASS_UNSPECIFIED: PriorityClass.ValueType  # 0
-"""Online."""
-PRIORITY_CLASS_ONLINE: PriorityClass.ValueType  # 1
-"""Somebody waits for the answer."""
-PRIORITY_CLASS_OFFLINE: PriorityClass.ValueType  # 2
-"""Served while no online request waits, or after it has waited long."""
-Global___PriorityClass: _TypeAlias = PriorityClass  # noqa: Y015
-
 class _PlacementMode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -156,7 +132,7 @@ class PlaceRequest(_message.Message):
         """
         tenant: _builtins.str
         """Tenants that wait get equal shares. All requests without one are one tenant's."""
-        priority_class: Global___PriorityClass.ValueType
+        priority_class: _types_pb2.PriorityClass.ValueType
         """Unspecified is online."""
         ttft_objective_ms: _builtins.int
         """Within which time from now the first token is wanted: a request that could
@@ -181,7 +157,7 @@ class PlaceRequest(_message.Message):
             excluded_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
             priority: _builtins.int = ...,
             tenant: _builtins.str = ...,
-            priority_class: Global___PriorityClass.ValueType = ...,
+            priority_class: _types_pb2.PriorityClass.ValueType = ...,
             ttft_objective_ms: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015

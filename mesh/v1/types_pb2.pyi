@@ -106,6 +106,30 @@ STAGE_NETWORK: Stage.ValueType  # 11
 """Between the services: sockets, serialization, event loops that were busy."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
+class _PriorityClass:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PriorityClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PriorityClass.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRIORITY_CLASS_UNSPECIFIED: _PriorityClass.ValueType  # 0
+    """Online."""
+    PRIORITY_CLASS_ONLINE: _PriorityClass.ValueType  # 1
+    """Somebody waits for the answer."""
+    PRIORITY_CLASS_OFFLINE: _PriorityClass.ValueType  # 2
+    """Served while no online request waits, or after it has waited long."""
+
+class PriorityClass(_PriorityClass, metaclass=_PriorityClassEnumTypeWrapper):
+    """Who goes first when not all can."""
+
+PRIORITY_CLASS_UNSPECIFIED: PriorityClass.ValueType  # 0
+"""Online."""
+PRIORITY_CLASS_ONLINE: PriorityClass.ValueType  # 1
+"""Somebody waits for the answer."""
+PRIORITY_CLASS_OFFLINE: PriorityClass.ValueType  # 2
+"""Served while no online request waits, or after it has waited long."""
+Global___PriorityClass: _TypeAlias = PriorityClass  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """How tokens are chosen. An absent field means the engine's own default, so a

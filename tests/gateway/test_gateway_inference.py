@@ -94,6 +94,39 @@ async def test_parameters_and_stop_strings_work_as_over_http(stub: "Stub", mesh:
     assert mesh.scheduler.admits[0].priority == 4
 
 
+async def test_class_and_objective_reach_the_scheduler(
+    stub: "Stub", ruled_stub: "Stub", mesh: FakeMesh
+) -> None:
+    plain = inference_pb2.GenerateRequest(text="hi")
+    offline = inference_pb2.GenerateRequest(
+        text="hi", priority_class=types_pb2.PRIORITY_CLASS_OFFLINE, ttft_objective_ms=750
+    )
+
+    await generate(stub, plain)
+    await generate(stub, offline)
+    # A rule rewrites the request, and keeps what it does not name.
+    await generate(ruled_stub, offline)
+
+    asked = [(admit.priority_class, admit.ttft_objective_ms) for admit in mesh.scheduler.admits]
+    assert asked == [
+        (types_pb2.PRIORITY_CLASS_ONLINE, 0),
+        (types_pb2.PRIORITY_CLASS_OFFLINE, 750),
+        (types_pb2.PRIORITY_CLASS_OFFLINE, 750),
+    ]
+    assert mesh.prefill.requests[-1].sampling_params.seed == 7
+
+
+async def test_class_that_does_not_exist_is_refused(stub: "Stub", mesh: FakeMesh) -> None:
+    request = inference_pb2.GenerateRequest(text="hi")
+    request.MergeFromString(b"\x60\x07")  # field 12: 7
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(stub, request)
+
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not mesh.scheduler.admits
+
+
 async def test_stream_is_resumed_here_too(stub: "Stub", mesh: FakeMesh) -> None:
     mesh.decode.faults = [Fault(after=4, error=WorkerUnavailable("gone"))]
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from mesh.errors import WorkerUnavailable
-from mesh.v1 import scheduler_pb2, types_pb2
+from mesh.v1 import types_pb2
 from tests.gateway.fakes import FakeMesh, Fault
 from tests.gateway.running import chat, completion
 
@@ -70,11 +70,11 @@ async def test_placement_is_renewed_for_as_long_as_its_request_runs(
 @pytest.mark.parametrize(
     ("more", "priority_class"),
     [
-        ({}, scheduler_pb2.PRIORITY_CLASS_ONLINE),
-        ({"service_tier": None}, scheduler_pb2.PRIORITY_CLASS_ONLINE),
-        ({"service_tier": "auto"}, scheduler_pb2.PRIORITY_CLASS_ONLINE),
-        ({"service_tier": "default"}, scheduler_pb2.PRIORITY_CLASS_ONLINE),
-        ({"service_tier": "flex", "priority": 3}, scheduler_pb2.PRIORITY_CLASS_OFFLINE),
+        ({}, types_pb2.PRIORITY_CLASS_ONLINE),
+        ({"service_tier": None}, types_pb2.PRIORITY_CLASS_ONLINE),
+        ({"service_tier": "auto"}, types_pb2.PRIORITY_CLASS_ONLINE),
+        ({"service_tier": "default"}, types_pb2.PRIORITY_CLASS_ONLINE),
+        ({"service_tier": "flex", "priority": 3}, types_pb2.PRIORITY_CLASS_OFFLINE),
     ],
 )
 async def test_flex_requests_give_way_to_the_others(

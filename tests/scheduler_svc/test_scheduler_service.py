@@ -738,7 +738,7 @@ async def test_tenants_and_classes_decide_who_goes_first(serve: Serve) -> None:
     calls = {
         "flood-1": Call(mesh, admit(tenant="flood", max_tokens=400)),
         "flood-2": Call(mesh, admit(tenant="flood", max_tokens=400)),
-        "job": Call(mesh, admit(priority_class=scheduler_pb2.PRIORITY_CLASS_OFFLINE)),
+        "job": Call(mesh, admit(priority_class=types_pb2.PRIORITY_CLASS_OFFLINE)),
         "few": Call(mesh, admit(tenant="few")),
     }
     order: list[str] = []
