@@ -87,7 +87,16 @@ async def _service(record: ServiceRecord, state: MeshState) -> dict[str, Any]:
         except grpc.aio.AioRpcError as error:
             described["state"] = "unhealthy"
             described["error"] = error.details()
+    if described["engine"] is not None:
+        described["progress"] = progress(described["state"], described["engine"])
     return described
+
+
+def progress(state: str, engine: dict[str, int]) -> str:
+    """Of a worker: `idle` without requests; with some `ok`, or `stalled` if it takes no step."""
+    if engine["running"] + engine["waiting"] == 0:
+        return "idle"
+    return "ok" if state == "ok" else "stalled"
 
 
 async def _health(record: ServiceRecord) -> str:
@@ -220,6 +229,11 @@ def verdict_line(verdict: dict[str, Any]) -> str:
             return f"{model}: too little is measured to say whether disaggregation pays"
 
 
+def _shown_state(service: dict[str, Any]) -> str:
+    state, made = service["state"], service.get("progress")
+    return f"{state} ({made})" if made in ("idle", "stalled") else str(state)
+
+
 def _table(report: dict[str, Any]) -> Table:
     table = Table(title=f"{report['model']} at {report['url']}", box=None, title_justify="left")
     for heading in ("service", "state", "pid", "address", "blocks free", "running", "waiting"):
@@ -229,7 +243,7 @@ def _table(report: dict[str, Any]) -> Table:
         blocks = f"{engine['blocks_free']}/{engine['blocks_total']}" if engine else ""
         table.add_row(
             service["name"],
-            service["state"],
+            _shown_state(service),
             str(service["pid"] or ""),
             service["address"],
             blocks,

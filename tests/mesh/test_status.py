@@ -1,8 +1,8 @@
-"""What `pdmesh status` says of disaggregation."""
+"""What `pdmesh status` says of workers and of disaggregation."""
 
 import pytest
 
-from mesh.cli.status import describe_verdict, elsewhere, verdict_line, verdicts
+from mesh.cli.status import describe_verdict, elsewhere, progress, verdict_line, verdicts
 from mesh.v1 import scheduler_pb2
 
 Verdict = scheduler_pb2.DisaggregationVerdict
@@ -40,3 +40,19 @@ def test_workers_that_were_started_otherwise_are_shown_once() -> None:
     services = [{"worker_id": "decode-0"}, scheduler, {**scheduler, "worker_id": "t"}]
 
     assert elsewhere({"services": services}) == [by_hand]
+
+
+@pytest.mark.parametrize(
+    ("state", "running", "waiting", "expected"),
+    [
+        ("ok", 0, 0, "idle"),
+        ("ok", 1, 0, "ok"),
+        ("ok", 0, 1, "ok"),
+        ("unhealthy", 1, 0, "stalled"),
+        ("unhealthy", 0, 0, "idle"),
+    ],
+)
+def test_a_worker_is_idle_or_at_work_or_stalled(
+    state: str, running: int, waiting: int, expected: str
+) -> None:
+    assert progress(state, {"running": running, "waiting": waiting}) == expected
