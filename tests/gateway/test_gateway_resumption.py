@@ -47,6 +47,7 @@ async def ask(http: httpx.AsyncClient, **more: Any) -> tuple[str, dict[str, Any]
 async def test_decode_that_fails_goes_on_without_losing_or_repeating_a_token(
     http: httpx.AsyncClient, mesh: FakeMesh, after: int, failure: dict[str, Any], local: bool
 ) -> None:
+    # KV-26
     mesh.scheduler.local = local
     mesh.decode.faults = [Fault(after=after, **failure)]
 
@@ -198,6 +199,7 @@ async def test_scheduler_that_dies_does_not_touch_what_is_placed() -> None:
 
 
 async def test_every_choice_of_several_is_resumed(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+    # KV-26
     mesh.decode.faults = [Fault(after=2, error=WorkerUnavailable("gone"), num_calls=3)]
 
     _, usage, payloads = await ask(http, n=3)
