@@ -9,6 +9,7 @@ import typer
 
 from benchmarks.placement_sim import trace as traces
 from benchmarks.placement_sim.experiments import (
+    PlacementCost,
     Promise,
     as_json,
     default_trace,
@@ -38,8 +39,14 @@ def main(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the trace.")] = 1,
     quick: Annotated[bool, typer.Option(help="Small numbers, within a minute.")] = False,
+    only_costs: Annotated[
+        bool, typer.Option("--only-costs", help="Only what a placement costs.")
+    ] = False,
 ) -> None:
     """Hit rates, goodput under overload, and what a placement costs."""
+    if only_costs:
+        typer.echo(json.dumps([asdict(cost) for cost in _costs(quick)], indent=2))
+        return
     output.mkdir(parents=True, exist_ok=True)
     own = traces.read(trace) if trace else None
     num_requests, half = (1500, 20) if quick else (8000, 100)
@@ -52,7 +59,7 @@ def main(
     crowded = overload(small, Fleet(8, 8), [0.5, 0.75, 1.0, 1.5, 2.0, 3.0], Promise())
     plot_overload(crowded, output / "overload.png")
 
-    costs = [placement_cost(*size) for size in (SIZES[:2] if quick else SIZES)]
+    costs = _costs(quick)
     plot_costs(costs, output / "costs.png")
     result = {
         "seed": seed,
@@ -62,6 +69,10 @@ def main(
     }
     (output / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     typer.echo(json.dumps(result, indent=2))
+
+
+def _costs(quick: bool) -> list[PlacementCost]:
+    return [placement_cost(*size) for size in (SIZES[:3] if quick else SIZES)]
 
 
 if __name__ == "__main__":
