@@ -31,6 +31,7 @@ from mesh.supervisor import (
     clean_up,
     find_supervisor,
 )
+from mesh.telemetry import JsonFormatter
 
 START_TIMEOUT_S = 120.0
 STOP_GRACE_S = 12.0
@@ -117,7 +118,9 @@ def up(
 async def _serve(home: Home, options: LaunchOptions, hang_timeout_s: float) -> int:
     # Our children are other programs at once: gRPC need not follow them into the fork.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    logging.basicConfig(filename=home.logs / "up.log", level=options.log_level)
+    log = logging.FileHandler(home.logs / "up.log")
+    log.setFormatter(JsonFormatter())
+    logging.basicConfig(handlers=[log], level=options.log_level)
     launch = plan_launch(home, options, os.environ)
     write_topology(home, launch.topology)
     display = _Display(console)
