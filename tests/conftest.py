@@ -7,6 +7,10 @@ import pytest
 
 from mesh import model_store
 
+# As in a mesh (mesh/launch.py), and before any module loads torch: threads of torch that wait for
+# each other by spinning take the cores from those they wait for, where tests run side by side.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 @pytest.fixture(scope="session")
 def model_home() -> Path:
