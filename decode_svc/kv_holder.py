@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from mesh import metrics
 from mesh.client import Channels
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
 
@@ -109,8 +110,11 @@ class KvHolder:
             try:
                 await self.release()
             except LeaseOver as error:
-                if error.is_reachable or time.time() >= lease_ends_at:
+                if error.is_reachable:
                     logger.debug("nothing to release", extra={"reason": str(error)})
+                    return
+                if time.time() >= lease_ends_at:
+                    metrics.UNRELEASED_HANDLES.add(1)
                     return
             else:
                 return

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.block_residency import ResidencyClock
+
 _NUM_GENERATIONS = 1 << 32
 
 
@@ -56,6 +58,7 @@ class BlockPool:
         self._generations = (
             array("I", bytes(4 * num_blocks)) if generations is None else generations
         )
+        self.residency = ResidencyClock(num_blocks)
         self._num_owners = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -96,6 +99,7 @@ class BlockPool:
         for block_id in cached:
             self._free_cached.pop(block_id, None)
             self._num_owners[block_id] += 1
+            self.residency.shared(block_id)
         block_ids += cached
         block_ids += [self._take() for _ in range(num_new)]
         return True
@@ -169,6 +173,8 @@ class BlockPool:
         else:
             block_id, _ = self._free_cached.popitem(last=False)
             self._unregister(block_id)
+            self.residency.evicted(block_id)
+        self.residency.handed_out(block_id)
         self._num_owners[block_id] = 1
         self._generations[block_id] = (self._generations[block_id] + 1) % _NUM_GENERATIONS
         return block_id

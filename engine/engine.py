@@ -7,11 +7,13 @@ from typing import TypeVar
 
 from engine.batcher import Batch, Batcher
 from engine.block_pool import BlockEvents, BlockHasher, BlockPool
+from engine.block_residency import NOTHING_MOVED, Residency
 from engine.config import EngineConfig, ModelConfig
 from engine.kv_cache import KvCache
 from engine.model_runner import ModelRunner, Runner
 from engine.models.registry import load_model
 from engine.prompt_scores import score_prompts
+from engine.prompt_sources import PromptSources
 from engine.request import (
     DuplicateRequest,
     EngineEvent,
@@ -48,6 +50,19 @@ class EngineStats:
     num_recomputed_tokens: int
     num_steps: int
     num_invalid_logits: int
+    # Of those that wait: for KV from elsewhere; the others wait for room.
+    num_waiting_for_kv: int = 0
+    # Tokens whose KV was asked for elsewhere, other workers and colder tiers, and that came.
+    num_external_queries: int = 0
+    num_external_hits: int = 0
+    # Where the prompt tokens of requests that have begun to answer were from.
+    num_computed_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_external_prompt_tokens: int = 0
+
+    @property
+    def num_waiting_for_room(self) -> int:
+        return self.num_waiting - self.num_waiting_for_kv
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,7 @@ class StepReport:
     num_tokens: int
     request_ids: tuple[str, ...]
     preempted_request_ids: tuple[str, ...]
+    residency: Residency = NOTHING_MOVED
 
 
 class Engine:
@@ -102,6 +118,7 @@ class Engine:
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_invalid_logits = 0
+        self._prompts = PromptSources()
         # Only a call from outside can give the next step something to do.
         self.is_stalled = True
         # Called within `step`; may be replaced.
@@ -123,7 +140,8 @@ class Engine:
             self._announce_blocks()
         self.is_stalled = batch.is_empty or not self._batcher.has_work
         if self.on_step is not None and not batch.is_empty:
-            self.on_step(_report(batch, self._clock() - started_at))
+            residency = self._pool.residency.drain()
+            self.on_step(_report(batch, self._clock() - started_at, residency))
         return events
 
     @property
@@ -191,7 +209,9 @@ class Engine:
             return False
         request.output_token_ids += output_token_ids
         request.has_remote_kv = True
-        self._advance(request, request.num_uncomputed_tokens - 1)
+        num_tokens = request.num_uncomputed_tokens - 1
+        self._prompts.came_from_elsewhere(request, num_tokens)
+        self._advance(request, num_tokens)
         self._batcher.start_running(request)
         return True
 
@@ -205,6 +225,7 @@ class Engine:
             return False
         num_tokens = num_blocks * self._pool.block_size
         self._batcher.count_tier_hit(request, num_tokens)
+        self._prompts.came_from_elsewhere(request, num_tokens)
         self._advance(request, num_tokens)
         self._batcher.start_running(request)
         return True
@@ -252,6 +273,12 @@ class Engine:
             num_recomputed_tokens=batcher.num_recomputed_tokens,
             num_steps=self._num_steps,
             num_invalid_logits=self._num_invalid_logits,
+            num_waiting_for_kv=len(batcher.waiting_for_remote),
+            num_external_queries=self._prompts.num_external_queries,
+            num_external_hits=self._prompts.num_external_hits,
+            num_computed_prompt_tokens=self._prompts.num_computed,
+            num_cached_prompt_tokens=self._prompts.num_cached,
+            num_external_prompt_tokens=self._prompts.num_external,
         )
 
     def close(self) -> None:
@@ -274,6 +301,7 @@ class Engine:
                 end = first + len(keys)
             block_ids = tuple(request.block_ids[first:end])
             events.append(RemoteKvWanted(request.request_id, first, block_ids, tuple(keys)))
+            self._prompts.num_external_queries += request.num_uncomputed_tokens
         return events
 
     def _commit(self, batch: Batch, tokens: Sequence[SampledToken | None]) -> list[EngineEvent]:
@@ -313,6 +341,8 @@ class Engine:
     def _commit_token(self, request: Request, token: SampledToken, now: float) -> TokenOutput:
         prompt_logprobs = tuple(_take(request.prompt_logprobs))
         request.append(token.token_id, now)
+        if request.num_sampled_tokens == 1:
+            self._prompts.count(request)
         reason = request.finish_reason(self._eos_token_ids, self.max_model_len)
         if reason is None and not request.hold_blocks:
             is_first = request.num_sampled_tokens == 1
@@ -390,12 +420,13 @@ class Engine:
         return True
 
 
-def _report(batch: Batch, duration_s: float) -> StepReport:
+def _report(batch: Batch, duration_s: float, residency: Residency) -> StepReport:
     return StepReport(
         duration_s=duration_s,
         num_tokens=sum(item.num_tokens for item in batch.scheduled),
         request_ids=tuple(item.request.request_id for item in batch.scheduled),
         preempted_request_ids=tuple(request.request_id for request in batch.preempted),
+        residency=residency,
     )
 
 

@@ -175,6 +175,8 @@ class Request:
     num_computed_tokens: int = field(default=0, init=False)
     # Prompt tokens that the prefix cache had when the request was first scheduled.
     num_cached_tokens: int | None = field(default=None, init=False)
+    # Of its tokens, those whose KV came from other workers or colder tiers.
+    num_external_tokens: int = field(default=0, init=False)
     # Tokens whose KV a preemption threw away, until they are computed again.
     num_lost_tokens: int = field(default=0, init=False)
     num_sampled_tokens: int = field(default=0, init=False)

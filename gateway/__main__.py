@@ -19,6 +19,7 @@ def main() -> None:
         otlp_endpoint=settings.otlp_endpoint,
         worker_id=settings.worker_id,
     )
+    metrics.RESUMPTIONS.begin()
     metrics.listen(settings.metrics_listen, vllm_names=settings.vllm_metrics)
     try:
         uvloop.run(run(settings))

@@ -203,7 +203,8 @@ class TransferAgent:
         self.stats.num_bytes += moved.num_bytes
         self.stats.copy_s += moved.copy_s
         labels = {"transport": moved.transport}
-        metrics.KV_TRANSFER_BYTES.add(moved.num_bytes, labels)
+        metrics.KV_TRANSFER_BYTES.record(moved.num_bytes, labels)
+        metrics.KV_TRANSFER_RUNS.record(moved.num_runs, labels)
         metrics.KV_TRANSFER_DURATION.record(moved.copy_s, labels)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -93,6 +94,15 @@ class Counter:
         self._labels = labels
         self._counter = _meter.create_counter(name, unit, text)
         DESCRIPTIONS.append(Description(name, "counter", unit, text, tuple(labels), service))
+
+    def begin(self) -> None:
+        """Report 0 from now on, for every combination of labels.
+
+        A series that is not there before its first increase comes with it, and `increase()`
+        sees none: an alert on something rare would miss the first time that it happens.
+        """
+        for values in product(*(sorted(one.names) for one in self._labels.values())):
+            self._counter.add(0, dict(zip(self._labels, values, strict=True)))
 
     def add(self, amount: float, values: Mapping[str, str] | None = None) -> None:
         self._counter.add(amount, _bounded(self._labels, values))

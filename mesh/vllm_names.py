@@ -27,13 +27,26 @@ class Renamed:
 RENAMED = (
     Renamed("pdmesh_engine_running", "vllm:num_requests_running"),
     Renamed("pdmesh_engine_waiting", "vllm:num_requests_waiting"),
+    Renamed(
+        "pdmesh_engine_waiting",
+        "vllm:num_requests_waiting_by_reason",
+        labels={"reason": "reason"},
+    ),
     Renamed("pdmesh_kv_cache_usage", "vllm:kv_cache_usage_perc"),
     Renamed("pdmesh_prefix_cache_queries", "vllm:prefix_cache_queries"),
-    Renamed("pdmesh_prefix_cache_hits", "vllm:prefix_cache_hits"),
+    # Ours include what colder tiers had, which there is an external cache.
+    Renamed("pdmesh_engine_prompt_tokens", "vllm:prefix_cache_hits", {"source": "local_cache_hit"}),
+    Renamed("pdmesh_external_cache_queries", "vllm:external_prefix_cache_queries"),
+    Renamed("pdmesh_external_cache_hits", "vllm:external_prefix_cache_hits"),
     Renamed("pdmesh_preemptions", "vllm:num_preemptions"),
     Renamed("pdmesh_engine_invalid_logits", "vllm:corrupted_requests"),
     Renamed("pdmesh_engine_step_tokens", "vllm:iteration_tokens_total"),
     Renamed("pdmesh_tokens", "vllm:prompt_tokens", {"type": "prompt"}),
+    Renamed(
+        "pdmesh_engine_prompt_tokens",
+        "vllm:prompt_tokens_by_source",
+        labels={"source": "source"},
+    ),
     Renamed("pdmesh_tokens", "vllm:prompt_tokens_cached", {"type": "cached"}),
     Renamed("pdmesh_tokens", "vllm:generation_tokens", {"type": "completion"}),
     Renamed(
@@ -69,10 +82,29 @@ RENAMED = (
         "vllm:cache_config_info",
         labels={"block_size": "block_size", "num_blocks": "num_gpu_blocks"},
     ),
+    Renamed("pdmesh_kv_cache_block_lifetime_seconds", "vllm:kv_block_lifetime_seconds"),
+    Renamed(
+        "pdmesh_kv_cache_block_idle_before_evict_seconds",
+        "vllm:kv_block_idle_before_evict_seconds",
+    ),
+    Renamed("pdmesh_kv_cache_block_reuse_gap_seconds", "vllm:kv_block_reuse_gap_seconds"),
     Renamed("pdmesh_kv_transfer_duration_seconds", "vllm:nixl_xfer_time_seconds"),
+    Renamed("pdmesh_kv_transfer_size_bytes", "vllm:nixl_bytes_transferred"),
+    Renamed("pdmesh_kv_transfer_runs", "vllm:nixl_num_descriptors"),
     Renamed("pdmesh_kv_transfer_failures", "vllm:nixl_num_failed_transfers"),
+    Renamed("pdmesh_kv_cache_unreleased_handles", "vllm:nixl_num_failed_notifications"),
     Renamed("pdmesh_kv_cache_lease_expiries", "vllm:nixl_num_kv_expired_reqs"),
 )
+
+# Names that stay away, and why: a series that is always 0 would be a lie about a measurement.
+WITHOUT_COUNTERPART = {
+    "vllm:lora_requests_info": "there are no adapters",
+    "vllm:engine_sleep_state": "engines do not sleep",
+    "vllm:mm_cache_queries": "models read text only",
+    "vllm:mm_cache_hits": "models read text only",
+    "vllm:nixl_post_time_seconds": "a copy is begun and ended by one call, "
+    "whose time is `vllm:nixl_xfer_time_seconds`",
+}
 
 # Of a label that vLLM does not have, only the sum over its values is of use there.
 _KEPT = {"le", _MODEL_LABEL}

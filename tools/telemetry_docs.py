@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mesh import metrics
 from mesh.spans import SPANS
-from mesh.vllm_names import RENAMED
+from mesh.vllm_names import RENAMED, WITHOUT_COUNTERPART
 
 _INTRODUCTION = Path(__file__).with_name("telemetry_intro.md")
 
@@ -53,3 +53,6 @@ def _vllm() -> Iterator[str]:
     for one in RENAMED:
         where = ", ".join(f"{name}={value}" for name, value in one.where.items())
         yield f"| `{one.theirs}` | `{one.ours}` | {where} |\n"
+    yield "\nThese names of vLLM's have no counterpart and are left out:\n\n"
+    for name, reason in WITHOUT_COUNTERPART.items():
+        yield f"- `{name}`: {reason}\n"

@@ -11,7 +11,6 @@ from worker.spans import StepObserver
 
 _WATCHED = {
     "num_running": metrics.NUM_RUNNING,
-    "num_waiting": metrics.NUM_WAITING,
     "num_waiting_tokens": metrics.NUM_WAITING_TOKENS,
     "num_blocks": metrics.NUM_BLOCKS,
     "num_free_blocks": metrics.NUM_FREE_BLOCKS,
@@ -22,7 +21,17 @@ _WATCHED = {
     "num_recomputed_tokens": metrics.RECOMPUTED_TOKENS,
     "num_prefix_cache_queries": metrics.PREFIX_CACHE_QUERIES,
     "num_prefix_cache_hits": metrics.PREFIX_CACHE_HITS,
+    "num_external_queries": metrics.EXTERNAL_CACHE_QUERIES,
+    "num_external_hits": metrics.EXTERNAL_CACHE_HITS,
 }
+# Those that are parts of one whole.
+_WATCHED_PARTS = (
+    ("num_waiting_for_room", metrics.NUM_WAITING, {"reason": "capacity"}),
+    ("num_waiting_for_kv", metrics.NUM_WAITING, {"reason": "deferred"}),
+    ("num_computed_prompt_tokens", metrics.PROMPT_TOKENS, {"source": "local_compute"}),
+    ("num_cached_prompt_tokens", metrics.PROMPT_TOKENS, {"source": "local_cache_hit"}),
+    ("num_external_prompt_tokens", metrics.PROMPT_TOKENS, {"source": "external_kv_transfer"}),
+)
 
 
 @contextmanager
@@ -32,10 +41,14 @@ def watched_engine(engine: EngineLoop, model: str, block_size: int) -> Iterator[
     layout = {"block_size": str(block_size), "num_blocks": str(engine.load().num_blocks)}
     metrics.CACHE_BLOCK_SIZES.allow(layout["block_size"])
     metrics.CACHE_SIZES.allow(layout["num_blocks"])
+    for rare in (metrics.LEASE_EXPIRIES, metrics.KV_TRANSFER_FAILURES, metrics.UNRELEASED_HANDLES):
+        rare.begin()
     engine.observe_steps(StepObserver())
     with ExitStack() as stack:
         for field, instrument in _WATCHED.items():
             stack.callback(instrument.watch(partial(_read, engine.load, field)))
+        for field, part, labels in _WATCHED_PARTS:
+            stack.callback(part.watch(partial(_read, engine.load, field), labels))
         stack.callback(metrics.KV_CACHE_USAGE.watch(lambda: kv_cache_usage(engine.load())))
         stack.callback(metrics.KV_CACHE_CONFIG.watch(lambda: 1, layout))
         stack.callback(metrics.STEP_AGE.watch(lambda: engine.last_step_age_s))

@@ -83,6 +83,12 @@ class StepObserver:
             metrics.STEP_DURATION.record(report.duration_s)
             metrics.BATCH_SIZE.record(len(report.request_ids))
             metrics.STEP_TOKENS.record(report.num_tokens)
+        for lasted_s in report.residency.lifetimes_s:
+            metrics.BLOCK_LIFETIME.record(lasted_s)
+        for idle_s in report.residency.idle_s:
+            metrics.BLOCK_IDLE.record(idle_s)
+        for gap_s in report.residency.reuse_gaps_s:
+            metrics.BLOCK_REUSE_GAP.record(gap_s)
         if is_tracing():
             self._trace(report)
 

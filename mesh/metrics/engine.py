@@ -3,13 +3,18 @@
 from mesh.instruments import Counter, Gauge, Histogram, Values, WatchedCounter
 from mesh.metrics.labels import MODEL, PER_TOKEN_SECONDS, POWERS_OF_TWO, SECONDS
 
+# From reuse within a burst to content that stays for half an hour.
+_RESIDENCY_SECONDS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5]
+_RESIDENCY_SECONDS += [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800]
+
 NUM_RUNNING = Gauge(
     "pdmesh.engine.running", "{request}", "Requests in the running batch", service="worker"
 )
 NUM_WAITING = Gauge(
     "pdmesh.engine.waiting",
     "{request}",
-    "Requests waiting for room or remote KV",
+    "Requests waiting, for room (capacity) or for KV from elsewhere (deferred)",
+    {"reason": Values("capacity", "deferred")},
     service="worker",
 )
 NUM_WAITING_TOKENS = Gauge(
@@ -84,6 +89,25 @@ PREFIX_CACHE_HITS = WatchedCounter(
     "Prompt tokens found in the prefix cache",
     service="worker",
 )
+EXTERNAL_CACHE_QUERIES = WatchedCounter(
+    "pdmesh.external_cache.queries",
+    "{token}",
+    "Tokens whose KV was asked for from other workers or colder tiers",
+    service="worker",
+)
+EXTERNAL_CACHE_HITS = WatchedCounter(
+    "pdmesh.external_cache.hits",
+    "{token}",
+    "Tokens whose KV came from other workers or colder tiers",
+    service="worker",
+)
+PROMPT_TOKENS = WatchedCounter(
+    "pdmesh.engine.prompt_tokens",
+    "{token}",
+    "Prompt tokens of requests that got a token here, by where their KV was from",
+    {"source": Values("local_compute", "local_cache_hit", "external_kv_transfer")},
+    service="worker",
+)
 NUM_BLOCKS = Gauge("pdmesh.kv_cache.blocks", "{block}", "Blocks in the KV cache", service="worker")
 CACHE_BLOCK_SIZES, CACHE_SIZES = Values(), Values()
 KV_CACHE_CONFIG = Gauge(
@@ -105,6 +129,27 @@ KV_CACHE_USAGE = Gauge(
     "Share of the blocks that requests and leases hold",
     service="worker",
 )
+BLOCK_LIFETIME = Histogram(
+    "pdmesh.kv_cache.block.lifetime",
+    "s",
+    "From being handed out to eviction, of cached blocks that made room",
+    _RESIDENCY_SECONDS,
+    service="worker",
+)
+BLOCK_IDLE = Histogram(
+    "pdmesh.kv_cache.block.idle_before_evict",
+    "s",
+    "From being wanted last to eviction, of cached blocks that made room",
+    _RESIDENCY_SECONDS,
+    service="worker",
+)
+BLOCK_REUSE_GAP = Histogram(
+    "pdmesh.kv_cache.block.reuse_gap",
+    "s",
+    "From being wanted to being found in the cache by the next request",
+    _RESIDENCY_SECONDS,
+    service="worker",
+)
 NUM_LEASES = Gauge(
     "pdmesh.kv_cache.leases", "{lease}", "Handles held for another worker", service="worker"
 )
@@ -112,6 +157,12 @@ LEASE_EXPIRIES = Counter(
     "pdmesh.kv_cache.lease_expiries",
     "{lease}",
     "Leases that ended before anybody took the blocks",
+    service="worker",
+)
+UNRELEASED_HANDLES = Counter(
+    "pdmesh.kv_cache.unreleased_handles",
+    "{handle}",
+    "Handles of others that could not be given back before their lease ended",
     service="worker",
 )
 ABORTED = Counter(

@@ -4,10 +4,11 @@ from mesh.instruments import Counter, Gauge, Histogram, Values
 from mesh.metrics.labels import SECONDS
 
 _TRANSPORT = {"transport": Values("shared_memory", "tcp", "mooncake")}
-KV_TRANSFER_BYTES = Counter(
+KV_TRANSFER_BYTES = Histogram(
     "pdmesh.kv_transfer.size",
     "By",
-    "KV bytes moved between engines",
+    "KV bytes that one copy moved between engines",
+    [2**n for n in range(11, 35, 2)],
     _TRANSPORT,
     service="kv_transfer",
 )
@@ -16,6 +17,14 @@ KV_TRANSFER_DURATION = Histogram(
     "s",
     "Time of one copy of blocks",
     SECONDS,
+    _TRANSPORT,
+    service="kv_transfer",
+)
+KV_TRANSFER_RUNS = Histogram(
+    "pdmesh.kv_transfer.runs",
+    "{run}",
+    "Contiguous pieces of memory that one copy of blocks was made of",
+    [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000],
     _TRANSPORT,
     service="kv_transfer",
 )

@@ -79,7 +79,7 @@ def start_mesh(
 def metric(url: str, name: str) -> float:
     """The sum of a metric's series, by a service's own word."""
     text = httpx.get(f"http://{url}/metrics").text
-    lines = [line for line in text.splitlines() if line.startswith(name + " ")]
+    lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.block_pool import BlockEvents, BlockPool
+from engine.block_residency import Residency, ResidencyClock
 from tests.fakes import ContentHasher
 
 BLOCK_SIZE = 4
@@ -308,3 +309,24 @@ class PoolMachine(RuleBasedStateMachine):
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 test_blocks_are_conserved = PoolMachine.TestCase
+
+
+def test_residency_tells_how_long_content_stayed_and_how_soon_it_was_wanted_again() -> None:
+    now = 0.0
+    pool = make_pool(2)
+    pool.residency = ResidencyClock(2, clock=lambda: now)
+    cached = fill(pool, [1, 2, 3, 4])
+    [first] = cached
+    pool.release(cached)
+
+    now = 3.0
+    again: list[int] = []
+    assert pool.grow(again, 4, cached=[first])
+    pool.release(again)
+    now = 10.0
+    assert pool.grow([], 8)
+
+    assert pool.residency.drain() == Residency(
+        lifetimes_s=(10.0,), idle_s=(7.0,), reuse_gaps_s=(3.0,)
+    )
+    assert pool.residency.drain() == Residency()

@@ -767,6 +767,13 @@ def test_load_counts_what_the_engine_does() -> None:
         "num_recomputed_tokens": 0,
         "num_steps": 1,
         "num_invalid_logits": 0,
+        "num_waiting_for_kv": 0,
+        "num_external_queries": 0,
+        "num_external_hits": 0,
+        # Of the one that has its first token: the others' prompts are not over.
+        "num_computed_prompt_tokens": 6,
+        "num_cached_prompt_tokens": 0,
+        "num_external_prompt_tokens": 0,
     }
 
 

@@ -197,3 +197,53 @@ def test_a_request_that_does_not_wait_for_its_answer_any_more_computes_in_other_
     assert engine.load().num_free_blocks == engine.num_blocks - len(wanted.block_ids) - 1
     assert not engine.tiered_kv_done("r", 2)
     assert is_idle(engine)
+
+
+def prompt_sources(engine: Engine) -> tuple[int, int, int]:
+    """Prompt tokens computed here, cached here, and from elsewhere."""
+    load = engine.load()
+    return (
+        load.num_computed_prompt_tokens,
+        load.num_cached_prompt_tokens,
+        load.num_external_prompt_tokens,
+    )
+
+
+def test_a_prompt_s_tokens_are_counted_once_by_where_they_are_from() -> None:
+    engine = make_engine()
+    prompt = prompt_of(22)
+
+    run_to_end(engine, Request("first", prompt[:9], SamplingParams(1, temperature=0.0)))
+    assert prompt_sources(engine) == (9, 0, 0)
+
+    # Two blocks are cached, a colder tier has one of the other three.
+    wanted = wanted_of(engine, Request("tier", prompt, GREEDY, tiered_kv=True))
+    assert engine.load().num_waiting_for_kv == engine.load().num_waiting == 1
+    assert engine.load().num_external_queries == 14
+    engine._runner.write(wanted.block_ids[:1], 0, prompt[8:12])  # type: ignore[attr-defined]
+    engine.tiered_kv_done("tier", 1)
+    assert engine.load().num_external_hits == 4
+    run_to_end(engine)
+    assert prompt_sources(engine) == (9 + 10, 8, 4)
+
+    # Another worker computed the prompt and the first token.
+    other = prompt_of(9, first=8)
+    first = naive_generate(other, GREEDY)[:1]
+    wanted = wanted_of(engine, Request("remote", other, GREEDY, first, remote_kv=True))
+    engine._runner.write(wanted.block_ids, 0, other)  # type: ignore[attr-defined]
+    engine.remote_kv_done("remote")
+    run_to_end(engine)
+
+    assert prompt_sources(engine) == (19, 8, 4 + 9)
+    assert engine.load().num_external_hits == 4 + 9
+    assert engine.load().num_waiting_for_kv == 0
+
+
+def test_a_prompt_that_is_computed_again_is_not_counted_again() -> None:
+    engine = make_engine(num_blocks=8)
+    params = SamplingParams(12, temperature=0.0, ignore_eos=True)
+
+    run_to_end(engine, *(Request(name, prompt_of(8, first=len(name)), params) for name in "ab"))
+
+    assert engine.load().num_preemptions > 0
+    assert sum(prompt_sources(engine)) == 16

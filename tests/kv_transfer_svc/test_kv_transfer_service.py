@@ -339,11 +339,11 @@ async def test_span_tells_size_and_pace_and_is_the_callers_child(
 async def test_bytes_and_seconds_are_metrics(served: Served, make_segment: MakeSegment) -> None:
     await served.attach(make_segment("p"))
     await served.attach(make_segment("d"))
-    before = _sample("pdmesh_kv_transfer_size_bytes_total")
+    before = _sample("pdmesh_kv_transfer_size_bytes_sum")
 
     await served.pull([1, 2], [1, 2])
 
-    assert _sample("pdmesh_kv_transfer_size_bytes_total") == before + 10000
+    assert _sample("pdmesh_kv_transfer_size_bytes_sum") == before + 10000
     assert _sample("pdmesh_kv_transfer_duration_seconds_count") >= 1
 
 

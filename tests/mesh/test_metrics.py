@@ -37,6 +37,17 @@ def test_counters_are_rendered_for_prometheus() -> None:
     assert metrics.render()[1].startswith("text/plain")
 
 
+def test_a_rare_counter_is_there_before_it_counts() -> None:
+    metrics.BREAKER_OPENINGS.begin()
+    metrics.LEASE_EXPIRIES.begin()
+
+    named = samples()
+    for failure in ("lost", "faulty"):
+        series = "pdmesh_scheduler_breaker_openings_total", (("failure", failure),)
+        assert named[series] >= 0
+    assert named["pdmesh_kv_cache_lease_expiries_total", ()] >= 0
+
+
 def test_a_member_of_an_enumeration_is_the_series_of_its_value() -> None:
     class Decision(StrEnum):
         LOCAL = "local"

@@ -1,11 +1,13 @@
 """What an engine says of its steps, and what becomes of it: metrics, span events, links."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from engine.block_residency import Residency
 from engine.engine import StepReport
 from engine.request import Request, RequestTimings, TokenOutput
 from engine.sampling import SamplingParams
@@ -101,3 +103,21 @@ def test_engine_spans_say_how_long_what_took_under_the_shared_names() -> None:
     assert attributes["gen_ai.latency.e2e"] == 7.75
     assert attributes["pdmesh.num_preemptions"] == 2
     assert not any(name.startswith("gen_ai.usage") for name in attributes)
+
+
+def test_what_became_of_cached_blocks_is_measured() -> None:
+    def sums() -> list[float]:
+        names = [
+            f"pdmesh_kv_cache_block_{kind}_seconds_sum "
+            for kind in ("lifetime", "idle_before_evict", "reuse_gap")
+        ]
+        lines = metrics.render()[0].decode().splitlines()
+        return [
+            sum(float(line.split()[1]) for line in lines if line.startswith(name)) for name in names
+        ]
+
+    before = sums()
+    StepObserver()(replace(report("a-0/1"), residency=Residency((8.0,), (2.0, 1.0), (0.5,))))
+
+    gained = [after - earlier for after, earlier in zip(sums(), before, strict=True)]
+    assert gained == pytest.approx([8.0, 3.0, 0.5])

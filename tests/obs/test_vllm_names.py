@@ -26,11 +26,18 @@ def series(name: str) -> dict[tuple[tuple[str, str], ...], float]:
     }
 
 
+def by(label: str, name: str) -> dict[str, float]:
+    return {dict(labels)[label]: value for labels, value in series(name).items()}
+
+
 def test_an_engines_gauges_have_vllms_names_and_labels() -> None:
     stops = [
         metrics.NUM_RUNNING.watch(lambda: 3),
         metrics.KV_CACHE_USAGE.watch(lambda: 0.25),
-        metrics.PREFIX_CACHE_HITS.watch(lambda: 40),
+        metrics.PROMPT_TOKENS.watch(lambda: 40, {"source": "local_cache_hit"}),
+        metrics.PROMPT_TOKENS.watch(lambda: 2, {"source": "external_kv_transfer"}),
+        metrics.NUM_WAITING.watch(lambda: 5, {"reason": "capacity"}),
+        metrics.NUM_WAITING.watch(lambda: 1, {"reason": "deferred"}),
     ]
     try:
         [(labels, running)] = series("vllm:num_requests_running").items()
@@ -38,6 +45,15 @@ def test_an_engines_gauges_have_vllms_names_and_labels() -> None:
         assert {name for name, _ in labels} == {"model_name", "engine"}
         assert list(series("vllm:kv_cache_usage_perc").values()) == [0.25]
         assert list(series("vllm:prefix_cache_hits_total").values()) == [40]
+        assert by("source", "vllm:prompt_tokens_by_source_total") == {
+            "local_cache_hit": 40,
+            "external_kv_transfer": 2,
+        }
+        assert list(series("vllm:num_requests_waiting").values()) == [6]
+        assert by("reason", "vllm:num_requests_waiting_by_reason") == {
+            "capacity": 5,
+            "deferred": 1,
+        }
     finally:
         for stop in stops:
             stop()
@@ -75,12 +91,16 @@ def test_the_layout_of_the_cache_is_told_as_autoscalers_read_it() -> None:
 READ_ELSEWHERE = {
     "num_requests_running",
     "num_requests_waiting",
+    "num_requests_waiting_by_reason",
     "kv_cache_usage_perc",
     "cache_config_info",
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
     "num_preemptions",
     "prompt_tokens",
+    "prompt_tokens_by_source",
     "prompt_tokens_cached",
     "generation_tokens",
     "request_success",
@@ -100,8 +120,14 @@ READ_ELSEWHERE = {
     "request_params_n",
     "request_params_max_tokens",
     "request_prefill_kv_computed_tokens",
+    "kv_block_lifetime_seconds",
+    "kv_block_idle_before_evict_seconds",
+    "kv_block_reuse_gap_seconds",
     "nixl_xfer_time_seconds",
+    "nixl_bytes_transferred",
+    "nixl_num_descriptors",
     "nixl_num_failed_transfers",
+    "nixl_num_failed_notifications",
     "nixl_num_kv_expired_reqs",
 }
 
