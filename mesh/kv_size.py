@@ -33,7 +33,9 @@ class HeadShape:
     def kind(self) -> str:
         if self.num_kv_heads == 1:
             return "MQA"
-        return "MHA" if self.num_heads in (None, self.num_kv_heads) else "GQA"
+        if self.num_heads is None:
+            return "MHA or GQA"
+        return "MHA" if self.num_heads == self.num_kv_heads else "GQA"
 
     @property
     def elements_per_token(self) -> int:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from engine.config import ModelError
 from mesh import model_store
-from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
+from mesh.cli.options import DEFAULT_HOME, HomeOption, check_writable, fail, home_at
 from quality.formats import FORMAT, WEIGHTS, FormatResult, judge_all
 from quality.gate import GateResult, limits_for, run_gate
 from quality.settings import SettingsError, engine_config, settled
@@ -61,6 +61,7 @@ def gate(
 
     Exits with 0 if it passes, with 1 if it does not.
     """
+    check_writable(output)
     try:
         folder = _folder(home_at(home).path, model)
         if formats is not None:

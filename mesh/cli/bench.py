@@ -58,7 +58,7 @@ from mesh.cli.bench_options import (
     UrlOption,
     WorkloadArgument,
 )
-from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
+from mesh.cli.options import DEFAULT_HOME, HomeOption, check_writable, fail, home_at
 
 
 def bench(
@@ -165,6 +165,7 @@ def _measure(
 ) -> BenchResult:
     """Run, and write what there is to be kept."""
     check_claims(claims, asked)
+    check_writable(output, report)
     with Bars(plan) as bars:
         result = asyncio.run(measure(asked, plan, bars))
     html = render(result, claims)

@@ -38,6 +38,8 @@ class GatewayApi:
                 raise fail("nothing runs here; start it with `pdmesh up`, or give --url")
             # What listens everywhere is reached here by this name.
             url = state.url.replace("//0.0.0.0:", "//127.0.0.1:")
+        elif not url.startswith(("http://", "https://")):
+            raise fail(f"--url is {url!r}, expected http://… or https://…", 2)
         self.url = url.rstrip("/")
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
 

@@ -48,6 +48,19 @@ def run(*arguments: str, home: Path) -> Any:
 QUICK = ("--rounds", "1", "--duration-s", "0.2", "--grace-s", "5", "--output-tokens", "3")
 
 
+@pytest.mark.parametrize("option", ["--output", "--report"])
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(
+    endpoint: FakeEndpoint, tmp_path: Path, option: str
+) -> None:
+    lost = str(tmp_path / "nowhere" / "r")
+
+    found = run("chat", "--url", endpoint.url, *QUICK, option, lost, home=tmp_path)
+
+    assert found.exit_code == 2
+    assert "nowhere" in found.output
+    assert endpoint.bodies == []
+
+
 def test_a_run_writes_its_result_and_its_report(endpoint: FakeEndpoint, tmp_path: Path) -> None:
     found = run(
         *("chat", "--url", endpoint.url, "--precision", "float32", "--concurrency", "1,2"),

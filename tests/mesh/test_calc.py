@@ -45,6 +45,8 @@ def test_32_layers_of_8_heads_of_128_take_128_kib_a_token() -> None:
     found = answer("--layers", "32", "--kv-heads", "8", "--head-dim", "128")
 
     assert found["bytes_per_token"] == 128 * KIB
+    # Which of the two it is, only the number of heads that ask would tell.
+    assert found["attention"] == "MHA or GQA"
 
 
 def test_13b_with_2048_tokens_and_batch_8_takes_twelve_and_a_half_gib() -> None:

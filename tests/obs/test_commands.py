@@ -71,11 +71,14 @@ async def test_commands_say_what_is_wrong_in_a_sentence(
     refused = await invoke(tmp_path, "top", "--once", *options)
     nothing = await invoke(tmp_path, "trace", "mine")
     vague = await invoke(tmp_path, "doctor", *options)
+    odd = await invoke(tmp_path, "doctor", "--now", "--url", "here")
 
     assert "not among those" in unknown.stderr
     assert "needs its key" in refused.stderr
     assert "nothing runs here" in nothing.stderr
     assert vague.exit_code == 2
+    assert odd.exit_code == 2
+    assert "--url" in odd.stderr
     assert all(one.exit_code for one in (unknown, refused, nothing))
 
 

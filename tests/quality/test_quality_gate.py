@@ -283,3 +283,12 @@ def test_pdmesh_gate_is_the_gate_in_a_process_of_its_own() -> None:
 
     assert found.returncode == 2
     assert "did you mean dtype" in found.stderr
+
+
+def test_a_verdict_that_could_not_be_written_is_not_worked_out(tmp_path: Path) -> None:
+    lost = tmp_path / "nowhere" / "gate.json"
+
+    found = CliRunner().invoke(cli.app, ["any", "--output", str(lost)])
+
+    assert found.exit_code == 2
+    assert "nowhere" in found.output
