@@ -4,13 +4,14 @@ import asyncio
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.harness import MODEL, RunningMesh, metric, metrics_addresses
+from tests.e2e.harness import MODEL, Collector, RunningMesh, metric, metrics_addresses
 
 PROMPT = "Where did the time of this request go, stage by stage? "
 
@@ -46,6 +47,23 @@ async def finished(http: httpx.AsyncClient, number: int, **more: Any) -> dict[st
     return {**account, "client_ms": client_ms}
 
 
+async def left(http: httpx.AsyncClient, number: int, num_chunks: int) -> dict[str, Any]:
+    """The account of a stream whose client went away after so many pieces of it."""
+    started = time.perf_counter()
+    client_id = f"left-{number}-{started}"
+    body = bodies(number) | {"stream": True, "max_tokens": 400, "stop": None}
+    headers = {"x-request-id": client_id}
+    async with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        pieces = response.aiter_raw()
+        for _ in range(num_chunks):
+            await anext(pieces)
+    # Time limits bound the wait.
+    path = f"/dashboard/api/requests/{client_id}"
+    while (found := await http.get(path)).status_code != 200:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    return {**found.json(), "client_ms": (time.perf_counter() - started) * 1000}
+
+
 def check_adds_up(account: dict[str, Any]) -> None:
     """The stages are all of the request's time, one after the other."""
     total_ms, stages_ms = account["total_ms"], account["stages_ms"]
@@ -57,6 +75,28 @@ def check_adds_up(account: dict[str, Any]) -> None:
         assert segment["start_ms"] == pytest.approx(ends_ms, abs=0.02)
         ends_ms = segment["start_ms"] + segment["ms"]
     assert ends_ms == pytest.approx(total_ms, abs=0.02)
+
+
+async def check_traces(
+    collector: Collector, accounts: Sequence[dict[str, Any]], wanted: set[str]
+) -> None:
+    """Each request is one trace: what it was for is in it, and every attempt at it."""
+    by_trace = {account["trace_id"]: account for account in accounts}
+    assert len(by_trace) == len(accounts)
+    found: dict[str, Counter[str]] = {trace_id: Counter() for trace_id in by_trace}
+    # Time limits bound the wait.
+    while any(
+        not wanted <= set(names) or names["gateway.attempt"] < by_trace[trace_id]["attempts"]
+        for trace_id, names in found.items()
+    ):
+        _, span = await asyncio.to_thread(collector.spans.get, timeout=20)
+        if span.trace_id.hex() in found:
+            found[span.trace_id.hex()][span.name] += 1
+    for trace_id, names in found.items():
+        assert names["gateway.request"] == 1
+        # Each choice is attempted; the account has the number of the one that took most.
+        account = by_trace[trace_id]
+        assert names["gateway.attempt"] <= account["attempts"] * account["choices"]
 
 
 def check_mostly_named(accounts: list[dict[str, Any]]) -> None:

@@ -17,7 +17,9 @@ from tests.e2e.accounts import (
     bodies,
     check_adds_up,
     check_mostly_named,
+    check_traces,
     finished,
+    left,
 )
 from tests.e2e.harness import MODEL, Collector, RunningMesh, metric, metrics_addresses
 
@@ -36,6 +38,16 @@ async def test_the_stages_add_up_to_the_whole_under_sixteen_streams(mesh: Runnin
             account["stages_ms"]
         )
     check_mostly_named(accounts)
+
+
+async def test_the_stages_of_streams_that_their_clients_left_add_up_too(mesh: RunningMesh) -> None:
+    async with httpx.AsyncClient(base_url=mesh.url, timeout=120) as http:
+        requests = (left(http, 300 + number, 1 + number % 4) for number in range(NUM_STREAMS))
+        accounts = await asyncio.gather(*requests)
+
+    for account in accounts:
+        check_adds_up(account)
+        assert account["finish_reason"] is None
 
 
 async def test_the_log_line_tells_the_same_story(mesh: RunningMesh) -> None:
@@ -135,7 +147,7 @@ def test_every_service_has_metrics_and_its_gauges_return_to_nothing_after_aborts
 
 
 async def test_a_worker_killed_under_load_leaves_accounts_that_add_up_and_gauges_that_are_right(
-    mesh: RunningMesh,
+    mesh: RunningMesh, collector: tuple[Collector, str]
 ) -> None:
     async with httpx.AsyncClient(base_url=mesh.url, timeout=120) as http:
         # Numbers that no other test used: a full cache would make them short.
@@ -150,6 +162,7 @@ async def test_a_worker_killed_under_load_leaves_accounts_that_add_up_and_gauges
         check_adds_up(account)
         assert account["status"] == 200
         assert account["finish_reason"] == "length"
+    await check_traces(collector[0], accounts, {"gateway.request", "prefill.run", "decode.run"})
 
 
 def wait_until_all_are_back(mesh: RunningMesh) -> None:

@@ -101,6 +101,22 @@ def test_promtool_accepts_the_configuration_and_the_rules_alert_when_they_should
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_promtool_understands_every_query_of_the_dashboard(tmp_path: Path) -> None:
+    queries = [target["expr"] for panel in GRAFANA["panels"] for target in panel["targets"]]
+    for variable, value in (("$__rate_interval", "5m"), ("$model", ".*")):
+        queries = [query.replace(variable, value) for query in queries]
+    records = [{"record": f"panel:{index}", "expr": one} for index, one in enumerate(queries)]
+    file = tmp_path / "dashboard.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": records}]}))
+
+    result = subprocess.run(
+        ["promtool", "check", "rules", str(file)], capture_output=True, text=True, check=False
+    )
+
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert not any("$" in query for query in queries)
+
+
 def test_every_alert_is_shown_to_fire_and_to_stay_quiet() -> None:
     tests = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())["tests"]
     checks = [check for test in tests for check in test["alert_rule_test"]]
