@@ -1,4 +1,4 @@
-"""What it costs to be watched: tracing, and the dashboard's page, against a mesh left alone."""
+"""What it costs to be watched: tracing, and the dashboard's page."""
 
 import asyncio
 import statistics
@@ -26,8 +26,11 @@ from mesh.bench.run import Plan, measure
 from mesh.ports import find_free_ports
 
 PLAIN = "plain"
-# Against it: one mesh with tracing, and the same mesh as `plain` with somebody at its page.
+# Against it, on the same mesh: every request traced, and somebody at its page.
 VARIANTS = ("traced", "page")
+# A client that has decided: no spans. Two meshes, one without tracing, would differ by more
+# than tracing costs.
+_NOT_SAMPLED = {"traceparent": f"00-{'0' * 31}1-{'0' * 15}1-00"}
 # As often and as much as the page asks (gateway/dashboard/static/app.js).
 _POLL_S = 1.0
 _NUM_LISTED = 300
@@ -96,7 +99,7 @@ async def measure_cost(
 ) -> tuple[list[Sample], int]:
     """Rounds over `plain` and the variants, interleaved; and how many spans came.
 
-    Both meshes run all the time: an idle one costs the same whichever is measured.
+    One mesh serves all of them, so that nothing else differs.
     """
     settings = BenchmarkSettings()
     load = BenchPoint("W1", concurrency).load(Vocabulary.from_folder(settings.model_folder))
@@ -106,20 +109,15 @@ async def measure_cost(
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         endpoint = await stack.enter_async_context(sink.listening())
-        plain = await stack.enter_async_context(_mesh(settings, folder, PLAIN, environment))
-        servers = {PLAIN: plain, "page": plain}
-        if "traced" in variants:
-            servers["traced"] = await stack.enter_async_context(
-                _mesh(settings, folder, "traced", environment, "--otlp-endpoint", endpoint)
-            )
+        server = await stack.enter_async_context(_mesh(settings, folder, endpoint, environment))
         names = [PLAIN, *variants]
         for round_index in range(num_rounds + 1):
             # Another first one each time: none always runs on the coolest machine.
             first = round_index % len(names)
             for name in (*names[first:], *names[:first]):
                 seed = (round_index, name)
-                async with _watcher(servers[name].url, is_there=name == "page"):
-                    sample = await _measure(name, servers[name], settings, load, plan, seed)
+                async with _watcher(server.url, is_there=name == "page"):
+                    sample = await _measure(name, server, settings, load, plan, seed)
                 report(f"round {round_index}: {sample}")
                 if round_index > 0:
                     samples.append(sample)
@@ -129,7 +127,9 @@ async def measure_cost(
 async def _measure(
     name: str, server: RunningServer, settings: BenchmarkSettings, load: Any, plan: Plan, seed: Any
 ) -> Sample:
-    async with open_client(Endpoint(server.url, settings.model_folder.name)) as client:
+    headers = {} if name == "traced" else _NOT_SAMPLED
+    endpoint = Endpoint(server.url, settings.model_folder.name, headers=headers)
+    async with open_client(endpoint) as client:
         cpu_s = server.cpu_s()
         window = await measure(client, load, plan, seed)
         cpu_s = server.cpu_s() - cpu_s
@@ -144,16 +144,16 @@ async def _measure(
 async def _mesh(
     settings: BenchmarkSettings,
     folder: Path,
-    name: str,
+    otlp_endpoint: str,
     environment: Mapping[str, str],
-    *arguments: str,
 ) -> AsyncIterator[RunningServer]:
-    home = folder / name
+    home = folder / "home"
     home.mkdir()
     [port] = find_free_ports(1)
-    contender = contenders(settings, ("--log-level", "INFO", *arguments))[OURS]
+    arguments = ("--log-level", "INFO", "--otlp-endpoint", otlp_endpoint)
+    contender = contenders(settings, arguments)[OURS]
     launch = contender.launch(BenchPoint("W1", 1), Place(port, home))
-    async with running(launch, port, folder / f"{name}.log", environment) as server:
+    async with running(launch, port, folder / "mesh.log", environment) as server:
         yield server
 
 

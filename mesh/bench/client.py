@@ -35,6 +35,7 @@ class Endpoint:
     reuses_connections: bool = False
     # More fields of the body; they win over ours.
     extra_body: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class OpenAiClient:
         self, request: PlannedRequest, recording: Recording, events: list[SseEvent]
     ) -> None:
         body = orjson.dumps(request_body(self._endpoint, request))
-        headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", **self._endpoint.headers}
         if self._endpoint.api_key is not None:
             headers["authorization"] = f"Bearer {self._endpoint.api_key}"
         decoder = SseDecoder()
