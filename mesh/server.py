@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from mesh.client import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_OPTIONS
 from mesh.interceptors import CallInterceptor
 from mesh.parent_death import die_with_parent
+from mesh.probes import DRAINING
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class MeshServer:
 
     async def enter_drain(self) -> None:
         """Answer NOT_SERVING from now on, whatever `set_serving` says later."""
+        await self._health.set(DRAINING, _NOT_SERVING)
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float) -> None:

@@ -26,7 +26,7 @@ BACKOFF_LAST_S = 10.0
 # A service that ran so long starts again with the first backoff.
 BACKOFF_RESET_S = 30.0
 PROBE_INTERVAL_S = 0.05
-# Health checks in a row that a process may leave unanswered before it counts as hung. They are
+# Health checks in a row that a process may fail before it counts as hung. They are
 # counted, not timed: a machine that was suspended must not find all of its processes guilty.
 MAX_MISSES = 6
 DEFAULT_HANG_TIMEOUT_S = 30.0
@@ -47,8 +47,8 @@ class ServiceSpec:
     env: Mapping[str, str]
     address: str
     probe: Callable[[], Awaitable[bool]]
-    # Whether it answers at all, ready or not, within so many seconds.
-    answers: Callable[[float], Awaitable[bool]]
+    # Whether it answers within so many seconds, and is not stuck.
+    is_alive: Callable[[float], Awaitable[bool]]
     # Where it answers GET /metrics.
     metrics_address: str | None = None
     # Services of a lower stage are ready before a higher one is started.
@@ -74,8 +74,8 @@ class Supervisor:
     """Owns the processes of a mesh from `start` to `stop`.
 
     A process that ends is started again, after a delay that doubles from a
-    quarter of a second to ten. One that was ready and then answers nothing for
-    `hang_timeout_s` (0: however long) is killed, which ends it. The children are
+    quarter of a second to ten. One that was ready and then answers nothing, or
+    only that it is stuck, for `hang_timeout_s` (0: however long) is killed. The children are
     told by the kernel when the supervisor dies, however it dies.
     """
 
@@ -266,7 +266,7 @@ class Supervisor:
         num_misses = 0
         while num_misses < MAX_MISSES:
             next_check = asyncio.create_task(asyncio.sleep(self._check_interval_s))
-            is_alive = await service.spec.answers(self._check_interval_s)
+            is_alive = await service.spec.is_alive(self._check_interval_s)
             num_misses = 0 if is_alive else num_misses + 1
             await next_check
 

@@ -53,11 +53,11 @@ class FakeSource:
         async def ready() -> bool:
             return True
 
-        async def answers(timeout_s: float) -> bool:
+        async def is_alive(timeout_s: float) -> bool:
             return True
 
         name = f"{role}-{index}"
-        return ServiceSpec(name, role, name, (), {}, "", ready, answers)
+        return ServiceSpec(name, role, name, (), {}, "", ready, is_alive)
 
     def drain_timeout_s(self, role: str) -> float:
         return {"prefill": 1.0, "decode": 20.0}[role]

@@ -29,7 +29,7 @@ def spec(
     probe: Callable[[], Awaitable[bool]] | None = None,
     start_stage: int = 1,
     stop_stage: int = 1,
-    answers: Callable[[float], Awaitable[bool]] | None = None,
+    is_alive: Callable[[float], Awaitable[bool]] | None = None,
 ) -> ServiceSpec:
     async def ready() -> bool:
         return True
@@ -45,7 +45,7 @@ def spec(
         env=dict(os.environ),
         address="127.0.0.1:1",
         probe=probe or ready,
-        answers=answers or always,
+        is_alive=is_alive or always,
         start_stage=start_stage,
         stop_stage=stop_stage,
     )
@@ -144,7 +144,7 @@ async def test_a_service_that_is_frozen_is_killed_and_replaced_after_some_misses
         except (OSError, TimeoutError):
             return False
 
-    async def answers(timeout_s: float) -> bool:
+    async def is_alive(timeout_s: float) -> bool:
         outcomes.append(await ask(timeout_s))
         checked.set()
         return outcomes[-1]
@@ -166,7 +166,7 @@ async def test_a_service_that_is_frozen_is_killed_and_replaced_after_some_misses
 
     supervisor = supervise(
         home,
-        spec("a", ECHO.format(port=str(port)), is_ready, answers=answers),
+        spec("a", ECHO.format(port=str(port)), is_ready, is_alive=is_alive),
         hang_timeout_s=0.6,
         on_change=states.put_nowait,
     )
@@ -196,11 +196,11 @@ async def test_a_service_that_is_frozen_is_killed_and_replaced_after_some_misses
 async def test_nobody_is_asked_where_hanging_is_allowed(home: Home) -> None:
     asked: list[float] = []
 
-    async def answers(timeout_s: float) -> bool:
+    async def is_alive(timeout_s: float) -> bool:
         asked.append(timeout_s)
         return True
 
-    supervisor = supervise(home, spec("a", SLEEP, answers=answers), hang_timeout_s=0)
+    supervisor = supervise(home, spec("a", SLEEP, is_alive=is_alive), hang_timeout_s=0)
     await supervisor.start(timeout_s=20)
     await supervisor.stop(grace_s=5)
 

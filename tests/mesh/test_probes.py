@@ -1,0 +1,43 @@
+"""Who is alive: whoever serves or drains, and nobody who is stuck, frozen or gone."""
+
+import socket
+
+from mesh.probes import grpc_alive, grpc_health
+from mesh.server import MeshServer
+
+
+async def test_a_service_is_alive_unless_it_is_stuck() -> None:
+    server = MeshServer()
+    address = await server.start()
+    try:
+        assert await grpc_alive(address)
+
+        await server.set_serving(False)
+        assert await grpc_health(address) == "NOT_SERVING"
+        assert not await grpc_alive(address)
+
+        await server.set_serving(True)
+        assert await grpc_alive(address)
+    finally:
+        await server.stop(0)
+    assert not await grpc_alive(address)
+
+
+async def test_a_service_that_drains_is_alive() -> None:
+    server = MeshServer()
+    address = await server.start()
+    try:
+        await server.enter_drain()
+
+        assert await grpc_health(address) == "NOT_SERVING"
+        assert await grpc_alive(address)
+    finally:
+        await server.stop(0)
+
+
+async def test_a_service_that_is_frozen_is_not_alive() -> None:
+    # The kernel takes connections for a frozen process, and nobody answers.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        assert not await grpc_alive(address, timeout_s=0.2)
