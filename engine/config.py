@@ -93,7 +93,7 @@ class ModelConfig:
 BackendName = Literal["native", "torch"]
 DtypeName = Literal["float32", "bfloat16"]
 # How weights are stored; "none" is the dtype.
-QuantizationName = Literal["none", "int8", "int4"]
+QuantizationName = Literal["none", "int8", "int4", "int4_channel"]
 KvDtypeName = Literal["float32", "bfloat16", "int8", "fp8"]
 
 

@@ -12,6 +12,7 @@ FORMAT = "pdmesh-gate-formats/1"
 # The formats that are served come first: all pairs take many minutes.
 WEIGHTS = {
     "int4": ["quantization=int4"],
+    "int4_channel": ["quantization=int4_channel"],
     "int8": ["quantization=int8"],
     "bfloat16": ["quantization=none", "dtype=bfloat16"],
     "float32": ["quantization=none", "dtype=float32"],

@@ -38,7 +38,8 @@ class WorkerConfig(ServiceConfig):
     quantization: QuantizationName | Literal["auto"] = Field(
         "auto",
         description="of the weights, the same in all workers of a model; auto is what the"
-        " checkpoint is quantized to or was made from, or none",
+        " checkpoint is quantized to or was made from (int4_channel where the CPU has AMX), or"
+        " none",
     )
     kv_cache_dtype: KvDtypeName | Literal["auto"] = Field(
         "auto", description="of keys and values; auto is dtype, or bfloat16 with quantized weights"

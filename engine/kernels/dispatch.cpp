@@ -57,11 +57,15 @@ std::int64_t unit_bytes(WeightFormat format, std::int64_t k) {
     case WeightFormat::kInt8: return round_up(k, kTileInputs) * kUnit;
     case WeightFormat::kInt8Grouped: return ceil_div(k, kGroup) * 1088;
     case WeightFormat::kInt4: return ceil_div(k, kGroup) * 640;
+    case WeightFormat::kInt4Channel: return ceil_div(k, kTileInputs) * 1280;
   }
   return 0;
 }
 
-std::int64_t linear_scratch_bytes(std::int64_t k) { return ceil_div(k, kGroup) * 1280; }
+std::int64_t linear_scratch_bytes(std::int64_t k) {
+  const std::int64_t int4 = ceil_div(k, kGroup) * 1280, int4_channel = round_up(k, kTileInputs) * kUnit;
+  return int4 > int4_channel ? int4 : int4_channel;
+}
 
 std::int64_t attention_state_floats(std::int64_t head_dim) { return round_up(head_dim, 16) + 16; }
 

@@ -19,6 +19,8 @@ class WeightFormat(IntEnum):
     INT8_GROUPED = 3
     # A float16 scale and minimum per output channel and 32 inputs, as GGUF's Q4_1.
     INT4 = 4
+    # INT4's codes in memory; what is multiplied are the INT8 weights that they round to.
+    INT4_CHANNEL = 5
 
     @classmethod
     def from_name(cls, name: str) -> "WeightFormat":

@@ -13,6 +13,7 @@ enum class WeightFormat : std::int32_t {
   kInt8 = 2,         // one scale per output channel
   kInt8Grouped = 3,  // one scale per output channel and 32 inputs (GGUF Q8_0)
   kInt4 = 4,         // scale and minimum per output channel and 32 inputs (GGUF Q4_1)
+  kInt4Channel = 5,  // kInt4 in memory; multiplied as the kInt8 that it rounds to
 };
 
 enum class KvFormat : std::int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kFp8E4m3 = 3 };
@@ -25,6 +26,10 @@ enum class KvFormat : std::int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kFp
 //   grouped   [k/32] of { [8][2 halves][16 outputs][4 inputs] likewise, then [32] half scale }
 //   int4      [k/32] of { [4][2 halves][16 outputs][4 inputs] byte, [32] half d, [32] half m };
 //             the low nibbles hold inputs 0-15 of the group, the high ones inputs 16-31
+//   int4_channel  [k/64] of { [2 halves][8][16 outputs][4 inputs] byte, [2 halves][2][16] steps,
+//             [2 halves][2][16] origins }: the low nibbles, and the first step and origin of a
+//             half, belong to the first 32 inputs; steps and origins are 16-bit 256ths, and int8's
+//             byte is (step x code + origin) / 256; k padded to 64
 constexpr int kUnit = 32;
 constexpr int kGroup = 32;
 // Rows and inputs of one tile of int8's activations.
@@ -42,16 +47,16 @@ struct Linear {
   std::int64_t n;
   std::int64_t k;
   const std::uint8_t* data;
-  const float* scales;  // kInt8 only: one per output channel, padded to whole units
+  const float* scales;  // kInt8, kInt4Channel: one per output channel, padded to whole units
 };
 
 // The rows that a matrix is multiplied with, as its format wants them.
 struct Activations {
   const float* values;  // float formats
   std::int64_t values_stride;
-  // Grouped formats: k codes, rounded up to whole groups, and per group a scale. Int8: the value
-  // is (256 x high + low) x the row's scale, and the codes of sixteen rows lie together as
-  // [k/64][high, low][16 rows][64], whole AMX tiles one after the other.
+  // Grouped formats: k codes, rounded up to whole groups, and per group a scale. Wide ones (a scale
+  // per channel): the value is (256 x high + low) x the row's scale, and the codes of sixteen rows
+  // lie together as [k/64][high, low][16 rows][64], whole AMX tiles one after the other.
   const std::int8_t* codes;
   const float* scales;
   const float* sums;  // scale x sum of the group's codes: what a minimum is multiplied with
@@ -134,6 +139,11 @@ const Kernels* avx2_kernels();
 const Kernels* portable_kernels();
 // The best level that this machine runs, or the named one; null when it cannot run it.
 const Kernels* select_kernels(const char* name);
+
+// Whether weights have one scale per output channel, and activations sixteen bits and one per row.
+static inline bool is_wide(WeightFormat format) {
+  return format == WeightFormat::kInt8 || format == WeightFormat::kInt4Channel;
+}
 
 std::int64_t unit_bytes(WeightFormat format, std::int64_t k);
 // Bytes of a thread's scratch for `linear`.

@@ -55,6 +55,58 @@ struct Int4Unpacked : Int8Group {
   }
 };
 
+// Bytes of 64 inputs of a unit, as int4_channel and as int8.
+constexpr int kChannelBytes = 1280, kWideBytes = kTileInputs * kUnit;
+
+// A sixteen-output half of 64 inputs of an int4_channel unit: what rounds its codes to int8's bytes.
+struct ChannelHalf {
+  const std::uint8_t* codes;
+  I step[2], origin[2];
+
+  ChannelHalf(const std::uint8_t* block, int half) : codes(block + half * 512) {
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; ++part) {
+      const std::uint8_t* place = block + 1024 + (half * 2 + part) * 32;
+      const I s = load_u16(reinterpret_cast<const std::uint16_t*>(place));
+      const I o = load_u16(reinterpret_cast<const std::uint16_t*>(place + 128));
+      step[part] = ior(s, shl<16>(s));
+      origin[part] = ior(o, shl<16>(o));
+    }
+  }
+  // Four inputs of the first group and the same four of the second, as [16 outputs][4 inputs].
+  void expand(int i, I* bytes) const {
+    const I nibble = iset16(15), upper = iset16(static_cast<std::int16_t>(0xff00));
+    const I packed = iload(codes + i * 64);
+    const I even[2] = {iand(packed, nibble), iand(shr16<4>(packed), nibble)};
+    const I odd[2] = {iand(shr16<8>(packed), nibble), shr16<12>(packed)};
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; ++part) {
+      const I low = iadd16(imul16(even[part], step[part]), origin[part]);
+      const I high = iadd16(imul16(odd[part], step[part]), origin[part]);
+      bytes[part] = ior(shr16<8>(low), iand(high, upper));
+    }
+  }
+};
+
+// Rounds 64 inputs to int8's layout: [16][2 halves][16 outputs][4 inputs].
+static inline void expand_codes(const std::uint8_t* block, std::uint8_t* out) {
+  const std::uint8_t* ahead = block + kPrefetchBytes;
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const ChannelHalf weights(block, half);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i, ahead += 64) {
+      I bytes[2];
+      weights.expand(i, bytes);
+      istore(out + (i * 2 + half) * 64, bytes[0]);
+      istore(out + ((8 + i) * 2 + half) * 64, bytes[1]);
+      // One line at a time: many at once would have to wait for each other.
+      __builtin_prefetch(ahead, 0, 2);
+      if (i % 4 == 3) __builtin_prefetch(ahead += 64, 0, 2);
+    }
+  }
+}
+
 // Unpacking costs as much as multiplying several blocks of rows.
 constexpr std::int64_t kMinUnpackBlocks = 6;
 
@@ -161,10 +213,10 @@ static inline F wide_sum(I high, I low, const Activations& x, std::int64_t row,
   return mul(mul(sum, set1(x.scales[row])), load(channel_scales));
 }
 
-// The int8 format: one scale per channel and per row, activations of sixteen bits.
+// One scale per channel and per row, activations of sixteen bits.
 template <int R>
-static void wide_block(const std::uint8_t* unit, const float* channel_scales, const Activations& x,
-                       std::int64_t row, float* out) {
+static void wide_block(const std::uint8_t* unit, bool is_first, const float* channel_scales,
+                       const Activations& x, std::int64_t row, float* out) {
   const std::int64_t k = x.groups * kGroup;
   const std::int8_t* codes[R];
   I sums[R][2][2];
@@ -176,8 +228,10 @@ static void wide_block(const std::uint8_t* unit, const float* channel_scales, co
   for (std::int64_t i = 0; i < k; i += 4) {
     const std::uint8_t* block = unit + i * kUnit;
     const W a = load_weights(block), b = load_weights(block + 64);
-    __builtin_prefetch(block + kPrefetchBytes, 0, 2);
-    __builtin_prefetch(block + kPrefetchBytes + 64, 0, 2);
+    if (is_first) {
+      __builtin_prefetch(block + kPrefetchBytes, 0, 2);
+      __builtin_prefetch(block + kPrefetchBytes + 64, 0, 2);
+    }
     const std::int64_t offset = i / kTileInputs * 2 * kTileBytes + i % kTileInputs;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
@@ -196,6 +250,51 @@ static void wide_block(const std::uint8_t* unit, const float* channel_scales, co
       store(out + r * kUnit + half * 16, wide_sum(sums[r][0][half], sums[r][1][half], x, row + r,
                                                   channel_scales + half * 16));
     }
+  }
+}
+
+// int4_channel's product of one row, which takes the bytes as they are expanded.
+static void channel_row(const std::uint8_t* unit, const float* channel_scales,
+                        const Activations& x, std::int64_t row, float* out) {
+  const std::int64_t k = x.groups * kGroup;
+  const std::int8_t* codes = x.codes + wide_row_offset(row, k);
+  I sums[2][2][2];  // half, plane, group: more of them than a sum, so that none waits for itself
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) sums[i / 4][i / 2 % 2][i % 2] = iset1(0);
+  for (std::int64_t i = 0; i < k; i += kTileInputs, unit += kChannelBytes, codes += 2 * kTileBytes) {
+    const std::uint8_t* ahead = unit + kPrefetchBytes;
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const ChannelHalf weights(unit, half);
+#pragma GCC unroll 8
+      for (int step = 0; step < 8; ++step, ahead += 64) {
+        I bytes[2];
+        weights.expand(step, bytes);
+        __builtin_prefetch(ahead, 0, 2);
+        if (step % 4 == 3) __builtin_prefetch(ahead += 64, 0, 2);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const int plane = i / 2, part = i % 2;
+          W w;
+          __builtin_memcpy(&w, &bytes[part], 64);
+          const std::int8_t* four = codes + plane * kTileBytes + part * kGroup + step * 4;
+          sums[half][plane][part] = dot4(sums[half][plane][part], w, four);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    store(out + half * 16,
+          wide_sum(iadd(sums[half][0][0], sums[half][0][1]),
+                   iadd(sums[half][1][0], sums[half][1][1]), x, row, channel_scales + half * 16));
+  }
+}
+
+// Expands a unit into `out`.
+static void expand_unit(const std::uint8_t* unit, std::int64_t k, std::uint8_t* out) {
+  for (std::int64_t i = 0; i < k; i += kTileInputs, unit += kChannelBytes, out += kWideBytes) {
+    expand_codes(unit, out);
   }
 }
 
@@ -263,8 +362,8 @@ static void bfloat16_block(const std::uint8_t* unit, std::int64_t k, const Activ
 // Rows x kUnit products of `count` rows from `row` with one unit.
 template <int R>
 static void block(const Linear& weights, bool is_unpacked, const std::uint8_t* unit,
-                  const Ahead& ahead, const float* channel_scales, const Activations& x, std::int64_t row,
-                  std::int64_t count, float* out) {
+                  const Ahead& ahead, const float* channel_scales, const Activations& x,
+                  std::int64_t row, std::int64_t count, float* out) {
   if constexpr (R < kMaxRows) {
     if (count > R) {
       block<R + 1>(weights, is_unpacked, unit, ahead, channel_scales, x, row, count, out);
@@ -274,8 +373,13 @@ static void block(const Linear& weights, bool is_unpacked, const std::uint8_t* u
   switch (weights.format) {
     case WeightFormat::kFloat32: float32_block<R>(unit, weights.k, x, row, out); break;
     case WeightFormat::kBfloat16: bfloat16_block<R>(unit, weights.k, x, row, out); break;
-    case WeightFormat::kInt8:
-      wide_block<R>(unit, channel_scales, x, row, out);
+    case WeightFormat::kInt8: wide_block<R>(unit, row == 0, channel_scales, x, row, out); break;
+    case WeightFormat::kInt4Channel:
+      if (is_unpacked) {
+        wide_block<R>(unit, false, channel_scales, x, row, out);
+      } else {
+        channel_row(unit, channel_scales, x, row, out);
+      }
       break;
     case WeightFormat::kInt8Grouped: grouped_block<Int8Group, R>(unit, ahead, x, row, out); break;
     case WeightFormat::kInt4:
@@ -317,13 +421,20 @@ static void linear(const Linear& weights, const Activations& x, std::int64_t row
                    std::uint8_t* scratch) {
   const std::int64_t bytes = unit_bytes(weights.format, weights.k);
   const std::int64_t num_blocks = ceil_div(rows, kMaxRows);
-  const bool unpacks = weights.format == WeightFormat::kInt4 && num_blocks >= kMinUnpackBlocks;
+  const bool is_channel = weights.format == WeightFormat::kInt4Channel;
+  const bool unpacks = is_channel ? rows > 1
+                                  : weights.format == WeightFormat::kInt4 &&
+                                        num_blocks >= kMinUnpackBlocks;
   float sums[kMaxRows * kUnit];
   for (std::int64_t unit = first_unit; unit < last_unit; ++unit) {
     const std::uint8_t* data = weights.data + unit * bytes;
     const float* channel_scales = weights.scales + (weights.scales ? unit * kUnit : 0);
     if (unpacks) {
-      unpack_int4(data, x.groups, scratch);
+      if (is_channel) {
+        expand_unit(data, weights.k, scratch);
+      } else {
+        unpack_int4(data, x.groups, scratch);
+      }
       data = scratch;
     }
     std::int64_t row = 0;

@@ -16,6 +16,8 @@ namespace {
 constexpr std::int64_t kFewRows = 4;
 // Rows that share a loading of keys: many, but enough slabs for the threads to balance.
 constexpr std::int64_t kMinSlabRows = 16, kMaxSlabRows = 64, kSlabsPerThread = 8;
+// Products of a layer, and in how many pieces a thread takes its share of one.
+constexpr std::int64_t kProducts = 4, kPieces = 8;
 
 }  // namespace
 
@@ -32,7 +34,9 @@ Model::Model(const pdmesh_config& config, const Kernels& kernels)
       attention_scratch_(static_cast<std::size_t>(config.num_threads)),
       linear_scratch_(static_cast<std::size_t>(config.num_threads)),
       samplers_(static_cast<std::size_t>(config.num_threads)),
-      next_item_(new std::atomic<std::int64_t>[static_cast<std::size_t>(config.num_layers)]) {
+      next_item_(new std::atomic<std::int64_t>[static_cast<std::size_t>(config.num_layers)]),
+      taken_(new Taken[static_cast<std::size_t>((config.num_layers * kProducts + 1) *
+                                                config.num_threads)]) {
   const std::int64_t heads_per_kv = config.num_heads / config.num_kv_heads;
   for (auto& scratch : attention_scratch_) {
     scratch.reserve(attention_scratch_floats(config.head_dim, kMaxSlabRows * heads_per_kv));
@@ -126,6 +130,8 @@ void Model::plan_attention() {
   }
   partial_.reserve(floats);
   for (std::int64_t layer = 0; layer < config_.num_layers; ++layer) next_item_[layer] = 0;
+  const std::int64_t products = config_.num_layers * kProducts + 1;
+  for (std::int64_t i = 0; i < products * pool_.size(); ++i) taken_[i].units = 0;
 }
 
 void Model::plan_sequence(std::int64_t seq) {
@@ -173,17 +179,17 @@ void Model::run(int thread) {
     const Linear qkv = linear_view(layer.qkv), output = linear_view(layer.output);
     const Linear gate_up = linear_view(layer.gate_up), down = linear_view(layer.down);
     norm(thread, layer.input_norm, qkv);
-    project(thread, qkv, normed_.data(), rows, {Kind::kStore, qkv_.data(), qkv_size, qkv_size});
+    project(thread, i * kProducts, qkv, normed_.data(), rows, {Kind::kStore, qkv_.data(), qkv_size, qkv_size});
     rotate_and_store(thread, i);
     attend(thread, i);
     merge_and_quantize(thread, output);
-    project(thread, output, attended_.data(), rows,
+    project(thread, i * kProducts + 1, output, attended_.data(), rows,
             {Kind::kAdd, hidden_.data(), hidden_size, hidden_size});
     norm(thread, layer.post_attention_norm, gate_up);
-    project(thread, gate_up, normed_.data(), rows,
+    project(thread, i * kProducts + 2, gate_up, normed_.data(), rows,
             {Kind::kSiluMul, activated_.data(), intermediate_size, intermediate_size});
     quantize(thread, down, activated_.data());
-    project(thread, down, activated_.data(), rows,
+    project(thread, i * kProducts + 3, down, activated_.data(), rows,
             {Kind::kAdd, hidden_.data(), hidden_size, hidden_size});
   }
   head(thread);
@@ -224,12 +230,22 @@ void Model::quantize(int thread, const Linear& next, const float* x) {
   pool_.barrier();
 }
 
-void Model::project(int thread, const Linear& weights, const float* x, std::int64_t num_rows,
-                    const Epilogue& epilogue) {
+// A thread takes its own share piece by piece, in order, and then what is left of the others': one
+// that another process has displaced does not keep the rest waiting for all of its share.
+void Model::project(int thread, std::int64_t index, const Linear& weights, const float* x,
+                    std::int64_t num_rows, const Epilogue& epilogue) {
   const Activations activations = rows_.view(weights.format, x, weights.k, weights.k);
-  const Range range = share(ceil_div(weights.n, kUnit), thread);
-  kernels_.linear(weights, activations, num_rows, range.begin, range.end, epilogue,
-                  linear_scratch_[static_cast<std::size_t>(thread)].data());
+  std::uint8_t* scratch = linear_scratch_[static_cast<std::size_t>(thread)].data();
+  for (int i = 0; i < pool_.size(); ++i) {
+    const int owner = (thread + i) % pool_.size();
+    const Range range = share(ceil_div(weights.n, kUnit), owner);
+    const std::int64_t piece = ceil_div(range.end - range.begin, kPieces);
+    std::atomic<std::int64_t>& taken = taken_[index * pool_.size() + owner].units;
+    for (std::int64_t begin; (begin = range.begin + taken.fetch_add(piece)) < range.end;) {
+      kernels_.linear(weights, activations, num_rows, begin, std::min(begin + piece, range.end),
+                      epilogue, scratch);
+    }
+  }
   pool_.barrier();
 }
 
@@ -320,7 +336,7 @@ void Model::head(int thread) {
     rows_.quantize(kernels_, head.format, i, normed, k);
   }
   pool_.barrier();
-  project(thread, head, normed_.data(), batch_->num_logits,
+  project(thread, config_.num_layers * kProducts, head, normed_.data(), batch_->num_logits,
           {Epilogue::Kind::kStore, batch_->logits, config_.vocab_size, config_.vocab_size});
 }
 

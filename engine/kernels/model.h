@@ -31,6 +31,10 @@ class Model {
   struct Range {
     std::int64_t begin, end;
   };
+  // How much of a thread's share of a matrix has been taken, by itself or by others.
+  struct alignas(64) Taken {
+    std::atomic<std::int64_t> units;
+  };
 
   Status check(const pdmesh_batch& batch) const;
   void reserve(const pdmesh_batch& batch);
@@ -43,8 +47,9 @@ class Model {
   void norm(int thread, const float* weight, const Linear& next);
   void quantize(int thread, const Linear& next, const float* x);
   void merge_and_quantize(int thread, const Linear& next);
-  void project(int thread, const Linear& weights, const float* x, std::int64_t num_rows,
-               const Epilogue& epilogue);
+  // `index`: which of the step's products this is.
+  void project(int thread, std::int64_t index, const Linear& weights, const float* x,
+               std::int64_t num_rows, const Epilogue& epilogue);
   void rotate_and_store(int thread, std::int64_t layer);
   void attend(int thread, std::int64_t layer);
   AttentionTask attention_task(int thread, std::int64_t layer, std::int64_t index);
@@ -66,6 +71,7 @@ class Model {
   std::vector<AttentionItem> items_;
   std::vector<std::int64_t> row_sequence_, sequence_partial_;
   std::unique_ptr<std::atomic<std::int64_t>[]> next_item_;  // one counter per layer
+  std::unique_ptr<Taken[]> taken_;                          // [products][threads]
 
   const pdmesh_batch* batch_ = nullptr;
 };

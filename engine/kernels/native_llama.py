@@ -26,12 +26,17 @@ from engine.kernels.pack import (
     gate_up_order,
     pack,
 )
-from engine.kernels.quantize import MatrixWeights, concatenate, quantize
+from engine.kernels.quantize import MatrixWeights, by_channel, concatenate, quantize
 
 Array = npt.NDArray[Any]
 # A torch tensor, an array, or weights that are quantized already and are taken as they are.
 Weight = Any
 _INTEGERS = (WeightFormat.INT8, WeightFormat.INT4)
+# What the embedding and the output head have where four bits would cost too much.
+EMBEDDING_FORMATS = {
+    WeightFormat.INT4: WeightFormat.INT8_GROUPED,
+    WeightFormat.INT4_CHANNEL: WeightFormat.INT8,
+}
 
 
 class ModelShape(Protocol):
@@ -256,7 +261,8 @@ def pack_model(
 ) -> PackedModel:
     """Pack weights under their Hugging Face names.
 
-    With INT4, the embedding and the output head are INT8_GROUPED, unless they come quantized.
+    With INT4, the embedding and the output head are INT8_GROUPED, unless they come quantized; with
+    INT4_CHANNEL they are INT8.
     """
     return PackedModel(_pack_matrices(config, weights, weight_format), _norms(config, weights))
 
@@ -266,8 +272,7 @@ def _pack_matrices(
 ) -> dict[str, PackedMatrix]:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    is_int4 = weight_format is WeightFormat.INT4
-    embedding_format = WeightFormat.INT8_GROUPED if is_int4 else weight_format
+    embedding_format = EMBEDDING_FORMATS.get(weight_format, weight_format)
 
     def join(
         names: Sequence[str], shapes: Sequence[tuple[int, int]], as_format: WeightFormat
@@ -327,6 +332,8 @@ def in_format(weight: Weight, weight_format: WeightFormat) -> MatrixWeights:
         return quantize(_float32(weight), weight_format)
     if weight_format in (WeightFormat.INT4, weight.format):
         return weight
+    if weight_format is WeightFormat.INT4_CHANNEL and weight.format is WeightFormat.INT4:
+        return by_channel(weight)
     if weight_format is WeightFormat.INT8_GROUPED and weight.format in _INTEGERS:
         return weight
     return quantize(weight.dequantize(), weight_format)

@@ -95,16 +95,16 @@ class Arena:
 
 
 def _pack_integers(weights: MatrixWeights, padded_n: int) -> PackedMatrix:
-    n, k = weights.shape
+    k = weights.shape[1]
+    if weights.format is WeightFormat.INT4_CHANNEL:
+        return _pack_int4_channel(weights, padded_n)
     is_int4 = weights.format is WeightFormat.INT4
     codes = weights.values if is_int4 else (weights.values.view(np.uint8) ^ 128)
     if weights.format is WeightFormat.INT8:
         # Activations are zero where inputs are padding, so their codes may be anything.
         codes = _padded(codes, padded_n, -(-k // WIDE_STEP) * WIDE_STEP)
         steps = codes.reshape(-1, 2, 16, codes.shape[1] // 4, 4).transpose(0, 3, 1, 2, 4)
-        scales = np.zeros(padded_n, dtype=np.float32)
-        scales[:n] = weights.scales
-        return _packed(weights, steps, scales)
+        return _packed(weights, steps, _padded_scales(weights, padded_n))
     num_groups = -(-k // GROUP_SIZE)
     codes = _padded(codes, padded_n, num_groups * GROUP_SIZE)
     steps = codes.reshape(-1, 2, 16, num_groups, 8, 4).transpose(0, 3, 4, 1, 2, 5)
@@ -116,6 +116,28 @@ def _pack_integers(weights: MatrixWeights, padded_n: int) -> PackedMatrix:
             padded = _padded(halves, padded_n, num_groups).reshape(-1, UNIT_SIZE, num_groups)
             blocks.append(np.ascontiguousarray(padded.transpose(0, 2, 1)).view(np.uint8))
     return _packed(weights, np.concatenate(blocks, axis=2))
+
+
+def _pack_int4_channel(weights: MatrixWeights, padded_n: int) -> PackedMatrix:
+    steps = -(-weights.shape[1] // WIDE_STEP)
+    codes = _padded(weights.values, padded_n, steps * WIDE_STEP)
+    # [units, 2 halves, 16 outputs, steps, 2 groups, 8, 4 inputs]
+    groups = codes.reshape(-1, 2, 16, steps, 2, 8, 4).transpose(0, 3, 4, 1, 5, 2, 6)
+    blocks = [groups[:, :, 0] | (groups[:, :, 1] << 4)]
+    for per_group in (weights.steps, weights.origins):
+        assert per_group is not None
+        padded = _padded(per_group, padded_n, steps * 2).reshape(-1, 2, 16, steps, 2)
+        blocks.append(padded.transpose(0, 3, 1, 4, 2))
+    parts = [
+        np.ascontiguousarray(block).reshape(*block.shape[:2], -1).view(np.uint8) for block in blocks
+    ]
+    return _packed(weights, np.concatenate(parts, axis=2), _padded_scales(weights, padded_n))
+
+
+def _padded_scales(weights: MatrixWeights, padded_n: int) -> Array:
+    scales = np.zeros(padded_n, dtype=np.float32)
+    scales[: weights.shape[0]] = weights.scales
+    return scales
 
 
 def _packed(weights: MatrixWeights, data: Array, scales: Array | None = None) -> PackedMatrix:

@@ -23,12 +23,17 @@ class MatrixWeights:
     | INT8         | int8[n, k]      | float32[n]         |                    |
     | INT8_GROUPED | int8[n, k]      | float16[n, groups] |                    |
     | INT4         | uint8[n, k] <16 | float16[n, groups] | float16[n, groups] |
+    | INT4_CHANNEL | uint8[n, k] <16 | float32[n]         |                    |
+
+    INT4_CHANNEL has `steps` and `origins`, uint16[n, groups], in 256ths of a channel's scale.
     """
 
     format: WeightFormat
     values: Array
     scales: Array | None = None
     minimums: Array | None = None
+    steps: Array | None = None
+    origins: Array | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -36,12 +41,9 @@ class MatrixWeights:
 
     def rows(self, index: Array) -> "MatrixWeights":
         """The rows of these numbers, in this order; -1 is a row of zeros."""
-        return MatrixWeights(
-            self.format,
-            _rows(self.values, index),
-            None if self.scales is None else _rows(self.scales, index),
-            None if self.minimums is None else _rows(self.minimums, index),
-        )
+        parts = (self.scales, self.minimums, self.steps, self.origins)
+        rows = (None if part is None else _rows(part, index) for part in parts)
+        return MatrixWeights(self.format, _rows(self.values, index), *rows)
 
     def dequantize(self) -> Array:
         """float32[n, k]: what the kernels' results are measured against."""
@@ -54,6 +56,11 @@ class MatrixWeights:
         if self.format is WeightFormat.INT8:
             return np.asarray(values * self.scales[:, None])
         k = values.shape[1]
+        if self.format is WeightFormat.INT4_CHANNEL:
+            codes = (
+                values * _spread(_present(self.steps), k) + _spread(_present(self.origins), k)
+            ) // 256 - 128
+            return np.asarray(codes * self.scales[:, None])
         result = values * _spread(self.scales, k)
         return result if self.minimums is None else result + _spread(self.minimums, k)
 
@@ -74,7 +81,36 @@ def quantize(weights: Array, weight_format: WeightFormat) -> MatrixWeights:
         half_scales = _half(np.abs(_groups(values, 0.0)).max(axis=2) / 127)
         codes = _int8_codes(values, _spread(half_scales, values.shape[1]))
         return MatrixWeights(weight_format, codes, half_scales)
-    return _quantize_int4(values)
+    int4 = _quantize_int4(values)
+    return int4 if weight_format is WeightFormat.INT4 else by_channel(int4)
+
+
+def by_channel(weights: MatrixWeights) -> MatrixWeights:
+    """INT4 weights as INT4_CHANNEL: the same codes, which stand for whole numbers of a scale.
+
+    That scale is INT8's of the channel, so that the rounding is INT8's.
+    """
+    k = weights.values.shape[1]
+    # A negative scale counts the codes from the other end.
+    flips = _spread(_present(weights.scales), k) < 0
+    codes = np.where(flips, 15 - weights.values, weights.values).astype(np.uint8)
+    scales = _present(weights.scales).astype(np.float64)
+    minimums = _present(weights.minimums).astype(np.float64) + 15 * np.minimum(scales, 0)
+    scales = np.abs(scales)
+    # Codes that no weight has count too: none may leave sixteen bits.
+    largest = np.maximum(np.abs(minimums), np.abs(minimums + 15 * scales)).max(axis=1)
+    channel_scales = (largest / 127).astype(np.float32)
+    safe = np.where(channel_scales == 0, 1, channel_scales)[:, None].astype(np.float64)
+    steps = np.rint(scales / safe * 256)
+    # Half of one more, because what follows the division by 256 is cut off.
+    origins = np.rint((minimums / safe + 128.5) * 256)
+    return MatrixWeights(
+        WeightFormat.INT4_CHANNEL,
+        codes,
+        channel_scales,
+        steps=steps.astype(np.uint16),
+        origins=origins.astype(np.uint16),
+    )
 
 
 def concatenate(parts: Sequence[MatrixWeights]) -> MatrixWeights:
@@ -85,8 +121,12 @@ def concatenate(parts: Sequence[MatrixWeights]) -> MatrixWeights:
     return MatrixWeights(
         first.format,
         np.concatenate([part.values for part in parts]),
-        None if first.scales is None else np.concatenate([_present(p.scales) for p in parts]),
-        None if first.minimums is None else np.concatenate([_present(p.minimums) for p in parts]),
+        *(
+            None
+            if getattr(first, name) is None
+            else np.concatenate([_present(getattr(part, name)) for part in parts])
+            for name in ("scales", "minimums", "steps", "origins")
+        ),
     )
 
 

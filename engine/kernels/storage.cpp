@@ -21,10 +21,23 @@ std::int64_t byte_offset(std::int64_t i, std::int64_t lane) {
   return i / 4 * 128 + lane * 4 + i % 4;
 }
 
+int channel_weight(const Linear& weights, const std::uint8_t* unit, std::int64_t lane,
+                   std::int64_t i) {
+  const std::uint8_t* block = unit + i / kTileInputs * unit_bytes(weights.format, kTileInputs);
+  const std::int64_t half = lane / 16, part = i % kTileInputs / kGroup;
+  const std::uint8_t packed = block[half * 512 + i % kGroup / 4 * 64 + lane % 16 * 4 + i % 4];
+  const std::uint8_t* step = block + 1024 + ((half * 2 + part) * 16 + lane % 16) * 2;
+  const int code = part == 0 ? packed & 15 : packed >> 4;
+  return (half_bits(step) * code + half_bits(step + 128)) / 256 - 128;
+}
+
 float integer_weight(const Linear& weights, const std::uint8_t* unit, std::int64_t lane,
                      std::int64_t i) {
   const std::int64_t block_bytes = unit_bytes(weights.format, kGroup);
   if (weights.format == WeightFormat::kInt8) return unit[byte_offset(i, lane)] - 128;
+  if (weights.format == WeightFormat::kInt4Channel) {
+    return static_cast<float>(channel_weight(weights, unit, lane, i));
+  }
   const std::uint8_t* block = unit + i / kGroup * block_bytes;
   const std::int64_t input = i % kGroup;
   if (weights.format == WeightFormat::kInt4) {
@@ -89,7 +102,7 @@ void ActivationRows::reserve(std::int64_t num_rows, std::int64_t max_k) {
 
 void ActivationRows::quantize(const Kernels& kernels, WeightFormat format, std::int64_t row,
                               const float* x, std::int64_t k) {
-  if (format == WeightFormat::kInt8) {
+  if (is_wide(format)) {
     std::int8_t* codes = codes_.data() + wide_row_offset(row, round_up(k, kTileInputs));
     kernels.quantize_wide(x, k, codes, scales_.data() + row, offsets_.data() + row * 2);
   } else if (format != WeightFormat::kFloat32 && format != WeightFormat::kBfloat16) {
@@ -101,8 +114,8 @@ void ActivationRows::quantize(const Kernels& kernels, WeightFormat format, std::
 
 Activations ActivationRows::view(WeightFormat format, const float* x, std::int64_t stride,
                                  std::int64_t k) const {
-  const bool is_wide = format == WeightFormat::kInt8;
-  const std::int64_t groups = is_wide ? round_up(k, kTileInputs) / kGroup : ceil_div(k, kGroup);
+  const std::int64_t groups =
+      is_wide(format) ? round_up(k, kTileInputs) / kGroup : ceil_div(k, kGroup);
   return {x, stride, codes_.data(), scales_.data(), sums_.data(), offsets_.data(), groups};
 }
 
@@ -129,7 +142,7 @@ void dequantize_row(const Linear& weights, std::int64_t row, float* out) {
   }
   for (std::int64_t i = 0; i < weights.k; ++i) {
     out[i] = integer_weight(weights, unit, lane, i);
-    if (weights.format == WeightFormat::kInt8) out[i] *= weights.scales[row];
+    if (is_wide(weights.format)) out[i] *= weights.scales[row];
   }
 }
 

@@ -145,6 +145,15 @@ static inline __m256i dot4_8(__m256i sum, __m256i w, __m256i even, __m256i odd) 
   sum = _mm256_add_epi32(sum, _mm256_madd_epi16(w_even, even));
   return _mm256_add_epi32(sum, _mm256_madd_epi16(w_odd, odd));
 }
+// Sixteen bits a lane.
+static inline I iset16(std::int16_t x) { return {_mm256_set1_epi16(x), _mm256_set1_epi16(x)}; }
+static inline I imul16(I x, I y) {
+  return {_mm256_mullo_epi16(x.a, y.a), _mm256_mullo_epi16(x.b, y.b)};
+}
+static inline I iadd16(I x, I y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
+template <int N>
+static inline I shr16(I x) { return {_mm256_srli_epi16(x.a, N), _mm256_srli_epi16(x.b, N)}; }
+
 static inline I dot4(I sum, W w, const std::int8_t* activations) {
   std::int32_t four;
   __builtin_memcpy(&four, activations, 4);

@@ -80,6 +80,13 @@ static inline W low_nibbles(W packed) { return _mm512_and_si512(packed, _mm512_s
 static inline W high_nibbles(W packed) {
   return _mm512_and_si512(_mm512_srli_epi16(packed, 4), _mm512_set1_epi8(15));
 }
+// Sixteen bits a lane.
+static inline I iset16(std::int16_t a) { return _mm512_set1_epi16(a); }
+static inline I imul16(I a, I b) { return _mm512_mullo_epi16(a, b); }
+static inline I iadd16(I a, I b) { return _mm512_add_epi16(a, b); }
+template <int N>
+static inline I shr16(I a) { return _mm512_srli_epi16(a, N); }
+
 static inline I dot4(I sum, W weights, const std::int8_t* activations) {
   std::int32_t four;
   __builtin_memcpy(&four, activations, 4);

@@ -161,6 +161,29 @@ static inline W high_nibbles(const W& packed) {
   return r;
 }
 // Adds to each of sixteen sums the product of its four weights with the same four activations.
+// Two halves of sixteen bits a lane, each with its own overflow.
+static inline I iset16(std::int16_t a) {
+  const std::uint32_t half = static_cast<std::uint16_t>(a);
+  return iset1(static_cast<std::int32_t>(half << 16 | half));
+}
+static inline I imul16(const I& a, const I& b) {
+  I r;
+  PDMESH_LANES r.v[i] = ((a.v[i] >> 16) * (b.v[i] >> 16)) << 16 |
+                        ((a.v[i] & 0xffff) * (b.v[i] & 0xffff) & 0xffff);
+  return r;
+}
+static inline I iadd16(const I& a, const I& b) {
+  I r;
+  PDMESH_LANES r.v[i] = ((a.v[i] >> 16) + (b.v[i] >> 16)) << 16 | ((a.v[i] + b.v[i]) & 0xffff);
+  return r;
+}
+template <int N>
+static inline I shr16(const I& a) {
+  I r;
+  PDMESH_LANES r.v[i] = (a.v[i] >> 16 >> N) << 16 | (a.v[i] & 0xffff) >> N;
+  return r;
+}
+
 static inline I dot4(const I& sum, const W& weights, const std::int8_t* activations) {
   I r;
   PDMESH_LANES {

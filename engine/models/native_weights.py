@@ -28,7 +28,7 @@ from engine.quantized_layouts import ScatteredGroups, Weight, as_float32
 logger = logging.getLogger(__name__)
 
 # How weights are stored in memory.
-WeightsName = Literal["float32", "bfloat16", "int8", "int4"]
+WeightsName = Literal["float32", "bfloat16", "int8", "int4", "int4_channel"]
 Array = npt.NDArray[Any]
 
 # Where a converted model keeps the quantized file that it was made from.
@@ -37,6 +37,7 @@ SOURCE_GGUF = "source.gguf"
 _FOLDER = ".packed"
 _LENGTH_BYTES = 8
 _HEADER_KEYS = {"matrices", "arrays", "num_bytes", "checksum"}
+_INTEGER_NAMES = ("int8", "int4", "int4_channel")
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _NORMS = ("input_norm", "post_attention_norm")
 
@@ -126,16 +127,16 @@ def source_weights(
     """
     stored = load_weights(folder, config)
     check_weights(config, {key: tensor.shape for key, tensor in stored.items()})
-    if name == "int4":
+    if name in ("int4", "int4_channel"):
         for key, weight in stored.items():
             if isinstance(weight, ScatteredGroups):
                 raise LoadError(
-                    f"{folder}: {key}: its groups are in act-order (desc_act), and int4 needs"
+                    f"{folder}: {key}: its groups are in act-order (desc_act), and {name} needs"
                     f" inputs that share a scale to be neighbours; quantization none or int8"
                     f" serves this checkpoint"
                 )
     source: dict[str, Any] = {}
-    if name in ("int8", "int4") and has_quantized_source(folder):
+    if name in _INTEGER_NAMES and has_quantized_source(folder):
         # Imported here: of the files that workers read, mostly none is a GGUF.
         from engine.kernels.gguf_weights import read_gguf_weights
 
@@ -175,7 +176,7 @@ def _pack(folder: Path, config: ModelConfig, name: WeightsName) -> PackedModel:
 
 def _key(folder: Path, name: WeightsName) -> str:
     """Changes with the weights and with the layout, which is the same on every CPU."""
-    files = ["*.safetensors", SOURCE_GGUF] if name in ("int8", "int4") else ["*.safetensors"]
+    files = ["*.safetensors", SOURCE_GGUF] if name in _INTEGER_NAMES else ["*.safetensors"]
     revision = model_revision(folder, files)
     return hashlib.sha256(f"{revision} {PACK_VERSION}".encode()).hexdigest()[:16]
 

@@ -17,7 +17,7 @@ from engine.kernels.library import SAMPLING_DTYPE, load_library
 from engine.models import native_weights
 from engine.models.native import NativeModel
 from engine.models.native_weights import SOURCE_GGUF, load_packed
-from engine.models.registry import BackendError, Choice, choose, load_model
+from engine.models.registry import BackendError, Choice, choose, has_tiles, load_model
 from engine.request import Request
 from engine.sampling import SamplingParams, draw_tokens
 from tests.fakes import ContentHasher, run_to_end, token_ids_of
@@ -47,8 +47,10 @@ def test_auto_is_native_with_the_stored_numbers(folder: Path) -> None:
 def test_auto_takes_the_quantized_values_that_a_model_was_made_from(folder: Path) -> None:
     (folder / SOURCE_GGUF).touch()
 
-    assert choice(folder) == Choice("native", "int4", "bfloat16")
-    assert choice(folder, kv_cache_dtype="fp8") == Choice("native", "int4", "fp8")
+    weights = "int4_channel" if has_tiles() else "int4"
+    assert choice(folder) == Choice("native", weights, "bfloat16")
+    assert choice(folder, kv_cache_dtype="fp8") == Choice("native", weights, "fp8")
+    assert choice(folder, quantization="int4").weights == "int4"
     assert choice(folder, quantization="none").weights == "float32"
     # Who asks for a dtype does not get fewer bits.
     assert choice(folder, dtype="float32").weights == "float32"

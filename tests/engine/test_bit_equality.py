@@ -59,9 +59,11 @@ ALL = Extent(tuple(range(20)), max_prompt_tokens=4000, num_tokens=32)
 
 FORMATS = [
     Format("int4", "bfloat16"),
+    Format("int4_channel", "bfloat16"),
     Format("int8", "bfloat16"),
     Format("bfloat16", "bfloat16"),
     Format("float32", "float32"),
+    Format("int4_channel", "int8"),
     Format("int4", "int8"),
     Format("int4", "fp8"),
     Format("int8", "fp8"),

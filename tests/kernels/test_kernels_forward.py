@@ -8,7 +8,7 @@ import pytest
 
 from engine.kernels.formats import KvFormat, WeightFormat
 from engine.kernels.library import KernelError, Library
-from engine.kernels.native_llama import NativeLlama, pack_model
+from engine.kernels.native_llama import EMBEDDING_FORMATS, NativeLlama, pack_model
 from engine.kernels.quantize import quantize
 from tests.kernels.kernel_models import (
     Piece,
@@ -84,8 +84,7 @@ def test_quantized_weights_stay_close_to_float64_on_the_same_values(
 
     logits = runner.run(Piece(token_ids, 0, shuffled_blocks(60)))
 
-    is_int4 = weight_format is WeightFormat.INT4
-    embedding_format = WeightFormat.INT8_GROUPED if is_int4 else weight_format
+    embedding_format = EMBEDDING_FORMATS.get(weight_format, weight_format)
     same = {
         name: quantize(
             weight, embedding_format if "embed" in name or "head" in name else weight_format
@@ -97,7 +96,8 @@ def test_quantized_weights_stay_close_to_float64_on_the_same_values(
     expected = reference_logits(config, same, token_ids)
     # Float formats and int8, with its sixteen-bit activations: little more than rounding of sums.
     is_grouped = weight_format in (WeightFormat.INT8_GROUPED, WeightFormat.INT4)
-    allowed = 0.05 if is_grouped else 0.01 if weight_format is WeightFormat.INT8 else 1e-4
+    is_wide = weight_format in (WeightFormat.INT8, WeightFormat.INT4_CHANNEL)
+    allowed = 0.05 if is_grouped else 0.01 if is_wide else 1e-4
     assert np.sqrt(((logits - expected) ** 2).mean()) < allowed * expected.std()
 
 

@@ -15,6 +15,7 @@ from tests.kernels.kernel_models import in_arena
 Array = npt.NDArray[Any]
 
 FORMATS = list(WeightFormat)
+WIDE = (WeightFormat.INT8, WeightFormat.INT4_CHANNEL)
 GROUPED = (WeightFormat.INT8_GROUPED, WeightFormat.INT4)
 LEVELS = ("amx", "avx512", "avx2", "portable")
 # Odd, smaller than any block, and larger than several of them.
@@ -72,7 +73,7 @@ def test_products_agree_with_float64_at_odd_sizes(
             # What float32 sums may lose, and what sixteen bits of the largest value leave out.
             size = np.abs(x) @ np.abs(dense).T
             coarse = np.abs(x).max(axis=1, keepdims=True) * np.abs(dense).sum(axis=1) / 32512
-            allowed = 3e-6 * size + (coarse if weight_format is WeightFormat.INT8 else 0)
+            allowed = 3e-6 * size + (coarse if weight_format in WIDE else 0)
             assert (np.abs(out - expected) <= allowed + 1e-30).all()
 
 
@@ -102,6 +103,24 @@ def test_all_levels_give_the_same_bits(library: Library, weight_format: WeightFo
     assert len(results) >= 1
     for result in results[1:]:
         assert np.array_equal(result, results[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_int4_by_channel_multiplies_as_the_int8_that_it_rounds_to(
+    library: Library, level: str
+) -> None:
+    require(library, level)
+    for n, k in SHAPES:
+        weights, packed = make(n, k, WeightFormat.INT4_CHANNEL)
+        assert weights.scales is not None
+        codes = np.rint(weights.dequantize() / np.maximum(weights.scales, 1e-30)[:, None])
+        int8 = MatrixWeights(WeightFormat.INT8, codes.astype(np.int8), weights.scales)
+        for num_rows in (1, 2, 4, 17):
+            x = make_rows(num_rows, k)
+
+            out = library.linear(packed, x, level=level)
+
+            assert np.array_equal(out, library.linear(in_arena(int8), x, level=level))
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)

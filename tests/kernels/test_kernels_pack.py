@@ -3,12 +3,21 @@
 import gguf
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.kernels.formats import KvFormat, WeightFormat
 from engine.kernels.library import Library, address
 from engine.kernels.native_llama import pack_model
 from engine.kernels.pack import gate_up_order, pack
-from engine.kernels.quantize import MatrixWeights, concatenate, quantize, read_q4_1, read_q8_0
+from engine.kernels.quantize import (
+    MatrixWeights,
+    by_channel,
+    concatenate,
+    quantize,
+    read_q4_1,
+    read_q8_0,
+)
 from tests.kernels.kernel_models import SmallConfig, in_arena, random_weights
 
 FORMATS = list(WeightFormat)
@@ -27,6 +36,7 @@ def make_matrix(n: int = 37, k: int = 96) -> np.ndarray:
         # A float16 scale that was rounded down costs a code a little more than half a step.
         (WeightFormat.INT8_GROUPED, 0.6 / 127),
         (WeightFormat.INT4, 1.2 / 15),
+        (WeightFormat.INT4_CHANNEL, 1.3 / 15),
     ],
 )
 def test_quantizing_stays_within_a_step(weight_format: WeightFormat, worst: float) -> None:
@@ -36,6 +46,29 @@ def test_quantizing_stays_within_a_step(weight_format: WeightFormat, worst: floa
         error = np.abs(quantize(matrix, weight_format).dequantize() - matrix).max(axis=1)
 
         assert (error <= worst * np.abs(matrix).max(axis=1)).all()
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 31, 64, 100]), st.booleans())
+def test_int4_by_channel_is_within_int8_s_rounding_of_int4(
+    seed: int, k: int, has_negative_scales: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    spread = np.exp(rng.uniform(-6, 6, (5, k)))
+    matrix = (rng.standard_normal((5, k)) * spread + rng.uniform(-2, 2)).astype(np.float32)
+    int4 = quantize(matrix, WeightFormat.INT4)
+    if has_negative_scales:
+        assert int4.scales is not None
+        assert int4.minimums is not None
+        top = int4.minimums.astype(np.float32) + 15 * int4.scales.astype(np.float32)
+        int4 = MatrixWeights(int4.format, 15 - int4.values, -int4.scales, top.astype(np.float16))
+
+    rounded = by_channel(int4)
+
+    assert rounded.scales is not None
+    step = rounded.scales[:, None]
+    # A code's step is in 256ths, and there are fifteen of them.
+    worst = (0.5 + 16 / 512) * step + 1e-30
+    assert (np.abs(rounded.dequantize() - int4.dequantize()) <= worst).all()
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)

@@ -81,7 +81,7 @@ def test_keys_and_values_may_cost_half_a_percent_whatever_the_weights_leave(
     ("arguments", "message"),
     [
         (["all", "--lossless"], "--lossless does not"),
-        (["int4,int3"], "'int3' is none of int4, int8, bfloat16, float32"),
+        (["int4,int3"], "'int3' is none of int4, int4_channel, int8"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

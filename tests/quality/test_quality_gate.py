@@ -146,6 +146,7 @@ def test_numbers_that_are_none_fail() -> None:
         (Choice("native", "int4", "bfloat16"), 0.01),
         (Choice("native", "int8", "bfloat16"), 0.015),
         (Choice("native", "int4", "fp8"), 0.015),
+        (Choice("native", "int4_channel", "int8"), 0.015),
         (Choice("native", "int8", "int8"), 0.02),
     ],
 )
