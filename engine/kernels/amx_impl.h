@@ -28,50 +28,55 @@ static void configure_tiles(int rows) {
   _tile_loadconfig(&config);
 }
 
-// The int8 bytes of a unit, 64 inputs at a time: those of int4_channel are expanded for the first
-// rows, and the others find them in `expanded`.
-struct WideUnit {
-  const std::uint8_t* data;
-  std::uint8_t* expanded;  // null: int8
-  bool is_first;
+// What the core's other parts do while tiles multiply.
+enum class Beside { kNothing, kFetch, kExpand };
 
-  const std::uint8_t* at(std::int64_t i) const {
-    if (expanded == nullptr) return data + i * kUnit;
-    std::uint8_t* bytes = expanded + i * kUnit;
-    if (is_first) expand_codes(data + i / kTileInputs * kChannelBytes, bytes);
-    return bytes;
+template <Beside kBeside>
+static inline void work_beside(const std::uint8_t* stored, int quarter, std::uint8_t* expanded,
+                               const std::int8_t* next_codes) {
+  // Rows of tiles are no stream that the hardware would guess.
+#pragma GCC unroll 8
+  for (int line = 0; line < 8; ++line) {
+    __builtin_prefetch(next_codes + quarter * 512 + line * 64, 0, 3);
   }
-  void fetch(std::int64_t i) const {
-    if (expanded != nullptr || !is_first) return;
-#pragma GCC unroll 32
-    for (int line = 0; line < kWideBytes / 64; ++line) {
-      __builtin_prefetch(data + i * kUnit + kPrefetchBytes + line * 64, 0, 3);
+  if (kBeside == Beside::kExpand) expand_quarter(stored, quarter, expanded);
+  if (kBeside == Beside::kFetch) {
+    const std::uint8_t* ahead = stored + kPrefetchBytes + quarter * (kWideBytes / 4);
+#pragma GCC unroll 8
+    for (int line = 0; line < kWideBytes / 4 / 64; ++line) {
+      __builtin_prefetch(ahead + line * 64, 0, 3);
     }
   }
-};
+}
 
-// `row` begins a tile, of which all rows are read: ActivationRows has room for sixteen.
-static void tile_block(const WideUnit& unit, const float* channel_scales, const Activations& x,
-                       std::int64_t row, int count, float* out) {
+// `row` begins a tile, of which all rows are read: ActivationRows has room for sixteen. `bytes` are
+// the unit's as int8; with kExpand they are made of those in `stored`.
+template <Beside kBeside>
+static void tile_block(const std::uint8_t* stored, std::uint8_t* bytes, const float* channel_scales,
+                       const Activations& x, std::int64_t row, int count, const Epilogue& epilogue,
+                       std::int64_t unit) {
+  constexpr int kStoredBytes = kBeside == Beside::kExpand ? kChannelBytes : kWideBytes;
   const std::int64_t k = x.groups * kGroup;
   const std::int8_t* codes = x.codes + wide_row_offset(row, k);
-  const std::uint8_t* next = unit.at(0);
+  if (kBeside == Beside::kExpand) expand_codes(stored, bytes);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (std::int64_t i = 0; i < k; i += kTileInputs, codes += 2 * kTileBytes) {
-    const std::uint8_t* block = next;
-    unit.fetch(i);
-    // A step ahead, so that expanding and multiplying overlap.
-    if (i + kTileInputs < k) next = unit.at(i + kTileInputs);
-    _tile_loadd(6, block, 128);
+  for (std::int64_t i = 0; i < k; i += kTileInputs, codes += 2 * kTileBytes, bytes += kWideBytes) {
+    // Expanding is a step ahead, and at the end once too often.
+    if (i + kTileInputs < k) stored += kStoredBytes;
+    work_beside<kBeside>(stored, 0, bytes + kWideBytes, codes + 2 * kTileBytes);
+    _tile_loadd(6, bytes, 128);
     _tile_loadd(4, codes, kTileInputs);
     _tile_dpbsud(0, 4, 6);
-    _tile_loadd(7, block + 64, 128);
+    work_beside<kBeside>(stored, 1, bytes + kWideBytes, codes + 2 * kTileBytes);
+    _tile_loadd(7, bytes + 64, 128);
     _tile_dpbsud(1, 4, 7);
+    work_beside<kBeside>(stored, 2, bytes + kWideBytes, codes + 2 * kTileBytes);
     _tile_loadd(5, codes + kTileBytes, kTileInputs);
     _tile_dpbsud(2, 5, 6);
+    work_beside<kBeside>(stored, 3, bytes + kWideBytes, codes + 2 * kTileBytes);
     _tile_dpbsud(3, 5, 7);
   }
   alignas(64) std::int32_t sums[4][kTileRows][16];
@@ -79,35 +84,40 @@ static void tile_block(const WideUnit& unit, const float* channel_scales, const 
   _tile_stored(1, sums[1], 64);
   _tile_stored(2, sums[2], 64);
   _tile_stored(3, sums[3], 64);
-  for (int r = 0; r < count; ++r) {
-    for (int half = 0; half < 2; ++half) {
-      const F sum = wide_sum(iload(sums[half][r]), iload(sums[2 + half][r]), x, row + r,
-                             channel_scales + half * 16);
-      store(out + r * kUnit + half * 16, sum);
+  const F low_scales = load(channel_scales), high_scales = load(channel_scales + 16);
+  for_kind(epilogue.kind, [&](auto kind) {
+    for (int r = 0; r < count; ++r) {
+      finish_row<kind()>(
+          wide_sum(iload(sums[0][r]), iload(sums[2][r]), x, row + r, low_scales),
+          wide_sum(iload(sums[1][r]), iload(sums[3][r]), x, row + r, high_scales), epilogue, row + r,
+          unit);
     }
-  }
+  });
 }
 
 static void tile_linear(const Linear& weights, const Activations& x, std::int64_t rows,
                         std::int64_t first_unit, std::int64_t last_unit, const Epilogue& epilogue,
                         std::uint8_t* scratch) {
   const std::int64_t bytes = unit_bytes(weights.format, weights.k);
-  float sums[kTileRows * kUnit];
   configure_tiles(rows < kTileRows ? static_cast<int>(rows) : kTileRows);
-  std::uint8_t* expanded = weights.format == WeightFormat::kInt4Channel ? scratch : nullptr;
+  const bool expands = weights.format == WeightFormat::kInt4Channel;
   for (std::int64_t unit = first_unit; unit < last_unit; ++unit) {
     const std::uint8_t* data = weights.data + unit * bytes;
+    // Tiles only read what is not expanded.
+    std::uint8_t* wide = expands ? scratch : const_cast<std::uint8_t*>(data);
     for (std::int64_t row = 0; row < rows; row += kTileRows) {
       const int count = rows - row < kTileRows ? static_cast<int>(rows - row) : kTileRows;
-      tile_block({data, expanded, row == 0}, weights.scales + unit * kUnit, x, row, count, sums);
-      finish(sums, epilogue, row, count, unit);
+      const auto multiply = row > 0    ? &tile_block<Beside::kNothing>
+                            : expands ? &tile_block<Beside::kExpand>
+                                      : &tile_block<Beside::kFetch>;
+      multiply(data, wide, weights.scales + unit * kUnit, x, row, count, epilogue, unit);
     }
   }
   _tile_release();
 }
 
 // Below this, tiles are too empty to pay.
-constexpr std::int64_t kMinTileRows = 4;
+constexpr std::int64_t kMinTileRows = 2;
 
 static void linear_or_tiles(const Linear& weights, const Activations& x, std::int64_t rows,
                             std::int64_t first_unit, std::int64_t last_unit,

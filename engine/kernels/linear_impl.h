@@ -88,23 +88,27 @@ struct ChannelHalf {
   }
 };
 
-// Rounds 64 inputs to int8's layout: [16][2 halves][16 outputs][4 inputs].
-static inline void expand_codes(const std::uint8_t* block, std::uint8_t* out) {
-  const std::uint8_t* ahead = block + kPrefetchBytes;
-#pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    const ChannelHalf weights(block, half);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i, ahead += 64) {
-      I bytes[2];
-      weights.expand(i, bytes);
-      istore(out + (i * 2 + half) * 64, bytes[0]);
-      istore(out + ((8 + i) * 2 + half) * 64, bytes[1]);
-      // One line at a time: many at once would have to wait for each other.
-      __builtin_prefetch(ahead, 0, 2);
-      if (i % 4 == 3) __builtin_prefetch(ahead += 64, 0, 2);
-    }
+// Rounds a quarter of 64 inputs, four steps of one half, to int8's layout: [16][2 halves][16
+// outputs][4 inputs].
+static inline void expand_quarter(const std::uint8_t* block, int quarter, std::uint8_t* out) {
+  const int half = quarter / 2, first = quarter % 2 * 4;
+  const ChannelHalf weights(block, half);
+  const std::uint8_t* ahead = block + kPrefetchBytes + quarter * (kChannelBytes / 4);
+  __builtin_prefetch(ahead, 0, 2);
+#pragma GCC unroll 4
+  for (int i = first; i < first + 4; ++i) {
+    I bytes[2];
+    weights.expand(i, bytes);
+    istore(out + (i * 2 + half) * 64, bytes[0]);
+    istore(out + ((8 + i) * 2 + half) * 64, bytes[1]);
+    // One line at a time: many at once would have to wait for each other.
+    __builtin_prefetch(ahead += 64, 0, 2);
   }
+}
+
+static inline void expand_codes(const std::uint8_t* block, std::uint8_t* out) {
+#pragma GCC unroll 4
+  for (int quarter = 0; quarter < 4; ++quarter) expand_quarter(block, quarter, out);
 }
 
 // Unpacking costs as much as multiplying several blocks of rows.
@@ -206,11 +210,11 @@ static void grouped_block(const std::uint8_t* unit, const Ahead& ahead, const Ac
 
 // The value of sixteen outputs from their exact integer sums over both planes of codes.
 static inline F wide_sum(I high, I low, const Activations& x, std::int64_t row,
-                         const float* channel_scales) {
+                         F channel_scales) {
   const F high_sum = to_float(iadd(high, iset1(x.offsets[row * 2])));
   const F low_sum = to_float(iadd(low, iset1(x.offsets[row * 2 + 1])));
   const F sum = fma(high_sum, set1(256.0f), low_sum);
-  return mul(mul(sum, set1(x.scales[row])), load(channel_scales));
+  return mul(mul(sum, set1(x.scales[row])), channel_scales);
 }
 
 // One scale per channel and per row, activations of sixteen bits.
@@ -248,7 +252,7 @@ static void wide_block(const std::uint8_t* unit, bool is_first, const float* cha
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
       store(out + r * kUnit + half * 16, wide_sum(sums[r][0][half], sums[r][1][half], x, row + r,
-                                                  channel_scales + half * 16));
+                                                  load(channel_scales + half * 16)));
     }
   }
 }
@@ -287,7 +291,7 @@ static void channel_row(const std::uint8_t* unit, const float* channel_scales,
   for (int half = 0; half < 2; ++half) {
     store(out + half * 16,
           wide_sum(iadd(sums[half][0][0], sums[half][0][1]),
-                   iadd(sums[half][1][0], sums[half][1][1]), x, row, channel_scales + half * 16));
+                   iadd(sums[half][1][0], sums[half][1][1]), x, row, load(channel_scales + half * 16)));
   }
 }
 
@@ -392,28 +396,51 @@ static void block(const Linear& weights, bool is_unpacked, const std::uint8_t* u
   }
 }
 
-static inline void finish_half(const float* sums, const Epilogue& epilogue, std::int64_t row,
+// Puts sixteen outputs of a row where they belong; `other`: what goes with a gate.
+template <Epilogue::Kind kKind>
+static inline void finish_half(F value, F other, const Epilogue& epilogue, std::int64_t row,
                                std::int64_t column) {
   const std::int64_t left = epilogue.columns - column;
   if (left <= 0) return;
-  const int n = left < 16 ? static_cast<int>(left) : 16;
   float* out = epilogue.out + row * epilogue.stride + column;
-  F value = load(sums);
-  if (epilogue.kind == Epilogue::Kind::kAdd) value = add(load_n(out, n), value);
-  if (epilogue.kind == Epilogue::Kind::kSiluMul) value = mul(silu(value), load(sums + 16));
-  store_n(out, value, n);
+  if (kKind == Epilogue::Kind::kSiluMul) value = mul(silu(value), other);
+  if (left >= 16) {
+    store(out, kKind == Epilogue::Kind::kAdd ? add(load(out), value) : value);
+  } else {
+    const int n = static_cast<int>(left);
+    store_n(out, kKind == Epilogue::Kind::kAdd ? add(load_n(out, n), value) : value, n);
+  }
+}
+
+template <Epilogue::Kind kKind>
+static inline void finish_row(F low, F high, const Epilogue& epilogue, std::int64_t row,
+                              std::int64_t unit) {
+  if (kKind == Epilogue::Kind::kSiluMul) {
+    finish_half<kKind>(low, high, epilogue, row, unit * 16);
+  } else {
+    finish_half<kKind>(low, low, epilogue, row, unit * kUnit);
+    finish_half<kKind>(high, high, epilogue, row, unit * kUnit + 16);
+  }
+}
+
+// Calls `finish` with the epilogue's kind as a constant.
+template <class Finish>
+static inline void for_kind(Epilogue::Kind kind, const Finish& finish) {
+  using Kind = Epilogue::Kind;
+  switch (kind) {
+    case Kind::kStore: finish(std::integral_constant<Kind, Kind::kStore>{}); break;
+    case Kind::kAdd: finish(std::integral_constant<Kind, Kind::kAdd>{}); break;
+    case Kind::kSiluMul: finish(std::integral_constant<Kind, Kind::kSiluMul>{}); break;
+  }
 }
 
 static void finish(const float* sums, const Epilogue& epilogue, std::int64_t row,
                    std::int64_t count, std::int64_t unit) {
-  for (std::int64_t r = 0; r < count; ++r, sums += kUnit) {
-    if (epilogue.kind == Epilogue::Kind::kSiluMul) {
-      finish_half(sums, epilogue, row + r, unit * 16);
-    } else {
-      finish_half(sums, epilogue, row + r, unit * kUnit);
-      finish_half(sums + 16, epilogue, row + r, unit * kUnit + 16);
+  for_kind(epilogue.kind, [&](auto kind) {
+    for (std::int64_t r = 0; r < count; ++r, sums += kUnit) {
+      finish_row<kind()>(load(sums), load(sums + 16), epilogue, row + r, unit);
     }
-  }
+  });
 }
 
 static void linear(const Linear& weights, const Activations& x, std::int64_t rows,
