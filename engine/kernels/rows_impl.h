@@ -91,31 +91,35 @@ static void quantize(const float* x, std::int64_t k, std::int8_t* codes, float* 
 // thousands of times the median, leave the others enough bits.
 static void quantize_wide(const float* x, std::int64_t k, std::int8_t* codes, float* scale,
                           std::int32_t* offsets) {
-  I top = iset1(0);
-  for (std::int64_t i = 0; i < k; i += 16) {
-    const int n = k - i < 16 ? static_cast<int>(k - i) : 16;
-    top = umax(top, iand(as_int(load_n(x + i, n)), iset1(0x7fffffff)));
+  const std::int64_t whole = k / 16 * 16, padded = round_up(k, kTileInputs);
+  const int rest = static_cast<int>(k - whole);
+  const I magnitude = iset1(0x7fffffff);
+  I top = rest > 0 ? iand(as_int(load_n(x + whole, rest)), magnitude) : iset1(0);
+  for (std::int64_t i = 0; i < whole; i += 16) {
+    top = umax(top, iand(as_int(load(x + i)), magnitude));
   }
   const std::uint32_t bits = umax_lanes(top);
   const bool is_finite = bits < 0x7f800000u;
   const float amax = float_from_bits(bits);
   const bool has_codes = is_finite && amax >= kSmallestAmax;
   const F inverse = set1(has_codes ? 32512.0f / amax : 0.0f);
-  I high_sum = iset1(0), low_sum = iset1(0);
-  for (std::int64_t i = 0; i < round_up(k, kTileInputs); i += 16) {
-    const std::int64_t left = k - i;
-    const int n = left >= 16 ? 16 : left > 0 ? static_cast<int>(left) : 0;
-    const I code = has_codes && n > 0 ? to_int(mul(load_n(x + i, n), inverse)) : iset1(0);
+  I high_sum = iset1(0), sum = iset1(0);
+  const auto put = [&](std::int64_t i, I code) {
     const I high = sar<8>(iadd(code, iset1(128)));
-    const I low = isub(code, shl<8>(high));
     high_sum = iadd(high_sum, high);
-    low_sum = iadd(low_sum, low);
+    sum = iadd(sum, code);
     std::int8_t* out = codes + i / kTileInputs * 2 * kTileBytes + i % kTileInputs;
     store_u8(reinterpret_cast<std::uint8_t*>(out), high);
-    store_u8(reinterpret_cast<std::uint8_t*>(out + kTileBytes), low);
-  }
-  offsets[0] = -128 * sum_lanes(high_sum);
-  offsets[1] = -128 * sum_lanes(low_sum);
+    // The lowest eight bits, as a signed number, are what high x 256 leaves.
+    store_u8(reinterpret_cast<std::uint8_t*>(out + kTileBytes), code);
+  };
+  const std::int64_t end = has_codes ? whole : 0;
+  for (std::int64_t i = 0; i < end; i += 16) put(i, to_int(mul(load(x + i), inverse)));
+  if (has_codes && rest > 0) put(whole, to_int(mul(load_n(x + whole, rest), inverse)));
+  for (std::int64_t i = has_codes ? round_up(k, 16) : 0; i < padded; i += 16) put(i, iset1(0));
+  const std::int32_t high_total = sum_lanes(high_sum);
+  offsets[0] = -128 * high_total;
+  offsets[1] = -128 * (sum_lanes(sum) - 256 * high_total);
   *scale = has_codes ? amax / 32512.0f : is_finite ? 0.0f : float_from_bits(0x7fc00000u);
 }
 
