@@ -15,7 +15,8 @@ from gateway.core import Core, open_core
 from gateway.inference import InferenceServicer
 from mesh.server import MeshServer
 from mesh.v1 import inference_pb2_grpc
-from tests.gateway.fakes import MODEL, FakeMesh
+from tests.gateway.fake_tokenizer import MODEL
+from tests.gateway.fakes import FakeMesh
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, Tool
 from langchain_openai import ChatOpenAI
 from openai import BadRequestError
 
-from tests.gateway.fakes import MODEL, FakeMesh
+from tests.gateway.fake_tokenizer import MODEL
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway
 
 MESSAGES = [SystemMessage("be brief"), HumanMessage("hi")]

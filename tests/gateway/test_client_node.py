@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.fakes import MODEL, FakeMesh
+from tests.gateway.fake_tokenizer import MODEL
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway
 
 FOLDER = Path(__file__).parents[1] / "clients"

@@ -8,7 +8,9 @@ import httpx
 import pytest
 
 from mesh.errors import QueueFull
-from tests.gateway.fakes import WINDOW, FakeMesh, Fault
+from tests.gateway.fake_tokenizer import WINDOW
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, chat, completion, run_gateway
 
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,8 @@ from gateway.generation import Chunk, Deadline, GenerationRequest, Job, TextProm
 from mesh.client import connect
 from mesh.errors import DeadlineExceeded
 from mesh.v1 import types_pb2
-from tests.gateway.fakes import EOS, MODEL, FakeMesh
+from tests.gateway.fake_tokenizer import EOS, MODEL
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import chat, events, eventually, run_gateway, text_of
 
 CHAT = "/v1/chat/completions"

@@ -5,7 +5,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.fakes import EOS, FakeMesh, Fault
+from tests.gateway.fake_tokenizer import EOS
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import completion, events, text_of
 
 PATH = "/v1/completions"

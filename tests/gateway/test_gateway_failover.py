@@ -9,7 +9,10 @@ import pytest
 from mesh.errors import Draining, MeshError, QueueFull, WorkerUnavailable
 from mesh.server import MeshServer
 from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2_grpc
-from tests.gateway.fakes import FakeMesh, FakeScheduler, FakeTokenizer, Fault
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.fake_tokenizer import FakeTokenizer
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import chat, events, eventually, run_gateway, text_of
 
 CHAT = "/v1/chat/completions"

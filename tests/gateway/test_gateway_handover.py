@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from mesh.errors import KvTransferFailed, QueueFull, WorkerUnavailable
-from tests.gateway.fakes import FakeMesh, Fault
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import chat, events, eventually, text_of
 
 CHAT = "/v1/chat/completions"

@@ -12,7 +12,9 @@ import pytest
 from gateway.health import StallDetector
 from mesh.server import MeshServer
 from mesh.v1 import scheduler_pb2, scheduler_pb2_grpc, tokenizer_pb2_grpc, types_pb2
-from tests.gateway.fakes import FakeMesh, FakeScheduler, FakeTokenizer
+from tests.gateway.fake_scheduler import FakeScheduler
+from tests.gateway.fake_tokenizer import FakeTokenizer
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, eventually, run_gateway
 
 WITHIN_S = 10

@@ -6,7 +6,8 @@ import json
 import httpx
 import pytest
 
-from tests.gateway.fakes import FakeMesh, Fault
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, chat, completion, eventually
 
 CHAT = "/v1/chat/completions"

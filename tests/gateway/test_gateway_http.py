@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from mesh.telemetry import request_id_var
-from tests.gateway.fakes import EOS, FakeMesh
+from tests.gateway.fake_tokenizer import EOS
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, chat, run_gateway
 
 CHAT = "/v1/chat/completions"

@@ -21,7 +21,9 @@ from mesh.errors import (
     from_rpc_error,
 )
 from mesh.v1 import inference_pb2, inference_pb2_grpc, tokenizer_pb2, types_pb2
-from tests.gateway.fakes import EOS, MODEL, VOCAB_SIZE, WINDOW, FakeMesh, Fault
+from tests.gateway.fake_tokenizer import EOS, MODEL, VOCAB_SIZE, WINDOW
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, run_gateway
 
 HELLO = "Hello, world!"

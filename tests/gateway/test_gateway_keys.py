@@ -12,7 +12,8 @@ import pytest
 import pytest_asyncio
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.gateway.fakes import MODEL, FakeMesh
+from tests.gateway.fake_tokenizer import MODEL
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.keyed import add_key, bearer, revoke, set_group
 from tests.gateway.running import RunningGateway, chat, completion, eventually, run_gateway
 

@@ -19,7 +19,8 @@ from gateway.limits.limiter import Limiter
 from mesh.errors import RateLimited, from_rpc_error
 from mesh.redis_client import connect_redis
 from mesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from tests.gateway.fakes import EOS, MODEL, FakeMesh
+from tests.gateway.fake_tokenizer import EOS, MODEL
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.keyed import add_key, bearer, set_group
 from tests.gateway.running import RunningGateway, chat, completion, events, eventually, run_gateway
 from tests.valkey import RedisProxy, running_valkey

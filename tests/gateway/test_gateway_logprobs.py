@@ -6,7 +6,8 @@ import httpx
 import openai
 import pytest
 
-from tests.gateway.fakes import EOS, MODEL, FakeMesh
+from tests.gateway.fake_tokenizer import EOS, MODEL
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import chat, completion, events
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

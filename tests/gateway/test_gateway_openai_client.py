@@ -6,14 +6,9 @@ from typing import Any
 import openai
 import pytest
 
-from mesh.errors import (
-    DeadlineExceeded,
-    InternalError,
-    MeshError,
-    QueueFull,
-    WorkerUnavailable,
-)
-from tests.gateway.fakes import MODEL, FakeMesh
+from mesh.errors import DeadlineExceeded, InternalError, MeshError, QueueFull, WorkerUnavailable
+from tests.gateway.fake_tokenizer import MODEL
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import run_gateway
 
 

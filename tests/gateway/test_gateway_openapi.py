@@ -12,7 +12,8 @@ from gateway.app import build_app
 from gateway.openai.chat import ChatRequest
 from gateway.openai.completions import CompletionRequest
 from gateway.openai.document import openapi_document
-from tests.gateway.fakes import FakeMesh, Fault
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, chat, completion, events
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

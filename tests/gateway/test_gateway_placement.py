@@ -8,7 +8,8 @@ import pytest
 
 from mesh.errors import WorkerUnavailable
 from mesh.v1 import types_pb2
-from tests.gateway.fakes import FakeMesh, Fault
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import chat, completion
 
 CHAT = "/v1/chat/completions"

@@ -15,7 +15,9 @@ from mesh.errors import (
     QueueFull,
     WorkerUnavailable,
 )
-from tests.gateway.fakes import EOS, FakeMesh, Fault
+from tests.gateway.fake_tokenizer import EOS
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import chat, events, eventually, parse_events, run_gateway, text_of
 
 CHAT = "/v1/chat/completions"

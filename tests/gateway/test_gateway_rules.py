@@ -15,7 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from mesh.errors import WorkerUnavailable
 from mesh.v1 import types_pb2
-from tests.gateway.fakes import MODEL, FakeMesh
+from tests.gateway.fake_tokenizer import MODEL
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import chat, completion, events, eventually, run_gateway
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

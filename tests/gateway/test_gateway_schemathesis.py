@@ -4,7 +4,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from tests.gateway.fakes import MODEL, FakeMesh
+from tests.gateway.fake_tokenizer import MODEL
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import run_gateway
 
 # Any name is the one that is served, but for one that is no name.

@@ -19,7 +19,9 @@ from mesh.errors import (
     QueueFull,
     WorkerUnavailable,
 )
-from tests.gateway.fakes import EOS, MODEL, FakeMesh, Fault
+from tests.gateway.fake_tokenizer import EOS, MODEL
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import (
     chat,
     completion,

@@ -14,7 +14,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from mesh import metrics
 from mesh.errors import WorkerUnavailable
 from mesh.v1 import inference_pb2, inference_pb2_grpc
-from tests.gateway.fakes import EOS, FakeMesh, Fault
+from tests.gateway.fake_tokenizer import EOS
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, chat, completion, events
 
 CHAT = "/v1/chat/completions"

@@ -13,7 +13,8 @@ from gateway.dashboard.recent import SERIES_S, WINDOW_S, RecentRequests, percent
 from gateway.finished import FinishedRequest
 from mesh.v1 import types_pb2
 from tests.fakes import FakeClock
-from tests.gateway.fakes import EOS, FakeMesh
+from tests.gateway.fake_tokenizer import EOS
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import chat, completion, events, run_gateway
 
 CHAT = "/v1/chat/completions"

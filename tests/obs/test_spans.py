@@ -15,7 +15,9 @@ from gateway.config import GatewayConfig
 from mesh import telemetry
 from mesh.config import load
 from mesh.errors import WorkerUnavailable
-from tests.gateway.fakes import EOS, MODEL, FakeMesh, Fault
+from tests.gateway.fake_tokenizer import EOS, MODEL
+from tests.gateway.fake_workers import Fault
+from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import chat, completion, events, run_gateway
 
 CHAT = "/v1/chat/completions"
