@@ -90,7 +90,12 @@ async def test_slowloris_gets_its_time_and_no_more_and_holds_nobody_up(
             writer.write(b"x-a: b\r\n")
             await asyncio.wait({answer}, timeout=0.05)
         writer.close()
-        return answer.result()
+        try:
+            return answer.result()
+        except ConnectionResetError:
+            # A byte that came after the server had closed makes the kernel drop the answer, which
+            # a busy client has not read by then.
+            return b""
 
     async with asyncio.timeout(60), httpx.AsyncClient(base_url=hasty.url, timeout=50) as http:
         dripping = asyncio.gather(*(drip(*one) for one in drips))
@@ -98,7 +103,9 @@ async def test_slowloris_gets_its_time_and_no_more_and_holds_nobody_up(
             assert (await http.post(CHAT, json=chat())).status_code == 200
         answers = await dripping
 
-    assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
+    told = [answer for answer in answers if answer]
+    assert told
+    assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in told)
 
 
 async def test_connection_without_a_byte_is_closed_without_a_word(hasty: RunningGateway) -> None:
