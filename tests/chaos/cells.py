@@ -11,7 +11,7 @@ from enum import StrEnum
 from mesh.home import ServiceRecord
 from tests.chaos.other_programs import OtherPrograms, num_processors
 from tests.chaos.probe import MeshProbe, signal_service
-from tests.chaos.streams import Answer, Streams
+from tests.chaos.streams import NUM_STREAMS, Answer, Streams
 
 
 class Fault(StrEnum):
@@ -88,9 +88,10 @@ async def run_cell(cell: Cell, probe: MeshProbe, expected: Expected) -> list[str
     else:
         return [f"no stream was seen {cell.stage} in {_MAX_ROUNDS} rounds"]
     striking = asyncio.create_task(_strike(cell, victim))
-    answers = await running
-    others_s = others.elapsed_s()
     excused = _excused(cell, victim, streams)
+    await streams.wait_for(set(range(NUM_STREAMS)) - excused)
+    others_s = others.elapsed_s()
+    answers = await running
     problems = _differences(cell, excused, answers, expected.answers)
     if cell.fault is not Fault.SIGSTOP:
         left = await probe.wait_until_clean(CLEAN_WITHIN_S, but_for={victim.name})

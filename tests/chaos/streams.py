@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,7 @@ class Streams:
         self.answers = [Answer() for _ in range(NUM_STREAMS)]
         # Tokens, roughly, that each client has.
         self.num_deltas = [0] * NUM_STREAMS
+        self._ended = [asyncio.Event() for _ in range(NUM_STREAMS)]
 
     def numbers_at(self, url: str) -> set[int]:
         """Which of them one gateway serves."""
@@ -100,6 +101,10 @@ class Streams:
         async with httpx.AsyncClient(timeout=_TIMEOUT_S, limits=limits) as http:
             await asyncio.gather(*(self._run(http, number) for number in range(NUM_STREAMS)))
         return self.answers
+
+    async def wait_for(self, numbers: Collection[int]) -> None:
+        """Until these have ended."""
+        await asyncio.gather(*(self._ended[number].wait() for number in numbers))
 
     def _url(self, number: int) -> str:
         return self._urls[number % len(self._urls)]
@@ -112,7 +117,9 @@ class Streams:
                 await self._read(http, number, answer)
         except (httpx.HTTPError, TimeoutError) as error:
             answer.error = repr(error)
-        answer.duration_s = time.monotonic() - started
+        finally:
+            answer.duration_s = time.monotonic() - started
+            self._ended[number].set()
 
     async def _read(self, http: httpx.AsyncClient, number: int, answer: Answer) -> None:
         def count() -> None:
