@@ -24,7 +24,7 @@ _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _X86_FLAGS = {
-    "level_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-int8"),
+    "level_amx.cpp": (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
     "level_avx512.cpp": _AVX512,
     "level_avx2.cpp": _AVX2,
 }

@@ -27,7 +27,7 @@ bool has_amx() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   unsigned int a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool has_tiles = (d >> 24 & 1u) != 0 && (d >> 25 & 1u) != 0;
+  const bool has_tiles = (d >> 22 & 1u) != 0 && (d >> 24 & 1u) != 0 && (d >> 25 & 1u) != 0;
   static const bool has_leave =
       has_tiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return has_leave && has_avx512();
@@ -69,13 +69,14 @@ std::int64_t linear_scratch_bytes(std::int64_t k) {
   return int4 > int4_channel ? int4 : int4_channel;
 }
 
-std::int64_t attention_state_floats(std::int64_t head_dim) { return round_up(head_dim, 16) + 16; }
+std::int64_t attention_state_floats(std::int64_t head_dim) { return round_up(head_dim, 32) + 16; }
 
 std::int64_t attention_scratch_floats(std::int64_t head_dim, std::int64_t num_queries) {
-  const std::int64_t padded = round_up(head_dim, 16);
-  const std::int64_t query_floats = 16;  // a Query is less than 64 bytes
-  return 2 * padded * kKeyChunk + 2 * kKeyChunk +
-         num_queries * (16 + 2 * (padded + 2) + query_floats) + 64;
+  const std::int64_t padded = round_up(head_dim, 32), queries = round_up(num_queries, 16);
+  const std::int64_t chunk_floats = 2 * padded * kKeyChunk + 2 * kKeyChunk;
+  const std::int64_t tile_floats = 16 * kKeyChunk + 16 * kKeyChunk / 2;  // scores, weights
+  // The query itself, sixteen sums of weights, two states, and its place in a list.
+  return chunk_floats + tile_floats + queries * (padded + 16 + 2 * (padded + 16) + 16) + 64;
 }
 
 }  // namespace pdmesh

@@ -1,7 +1,7 @@
 // Keys and values in and out of the paged cache, in its formats. Included once per level.
 #pragma once
 
-#include "rows_impl.h"
+#include "attention_weights_impl.h"
 
 namespace pdmesh {
 namespace PDMESH_LEVEL {
@@ -106,11 +106,10 @@ static void write_kv(const KvView& kv, std::int64_t slot, const float* key, cons
 
 // One chunk of keys and values in float32, in a thread's scratch.
 struct Chunk {
-  float* keys;          // [head_dim][kKeyChunk]
-  float* values;        // [kKeyChunk][padded head_dim]
-  float* key_scales;    // [kKeyChunk]
-  float* value_scales;  // [kKeyChunk]
-  bool has_scales;
+  float* keys;    // [head_dim][kKeyChunk]
+  float* values;  // [kKeyChunk][padded head_dim]
+  ChunkScales scales;
+  Rounding rounding;
 };
 
 // The `element`-th of the values that each 32-bit lane of a row holds.
@@ -173,10 +172,11 @@ static inline F load_value(const std::uint8_t* row, int n) {
 template <KvFormat kFormat>
 static void load_values(const std::uint8_t* const* rows, int count, std::int64_t head_dim,
                         float* values) {
-  const std::int64_t padded = round_up(head_dim, 16);
+  const std::int64_t padded = padded_dims(head_dim);
   for (int i = 0; i < count; ++i) {
-    for (std::int64_t d = 0; d < head_dim; d += 16) {
-      const int n = head_dim - d < 16 ? static_cast<int>(head_dim - d) : 16;
+    for (std::int64_t d = 0; d < padded; d += 16) {
+      const std::int64_t left = head_dim - d;
+      const int n = left >= 16 ? 16 : left > 0 ? static_cast<int>(left) : 0;
       const std::uint8_t* row = rows[i] + d * element_bytes(kFormat);
       store(values + i * padded + d, load_value<kFormat>(row, n));
     }
@@ -187,41 +187,65 @@ static void load_values(const std::uint8_t* const* rows, int count, std::int64_t
 static void prefetch_chunk(const AttentionTask& task, std::int64_t first_key, std::int64_t end) {
   const KvView& kv = task.kv;
   const std::int64_t row_bytes = kv.head_dim * element_bytes(kv.format);
+  const bool has_scales = element_bytes(kv.format) == 1;
   const std::int64_t last = first_key + kKeyChunk < end ? first_key + kKeyChunk : end;
-  for (const std::int64_t offset : {kv.key_offset, kv.value_offset}) {
-    for (std::int64_t key = first_key; key < last;) {
-      const std::int64_t in_block = key % kv.block_size;
-      const std::int64_t in_run = kv.block_size - in_block;
-      const std::int64_t run = in_run < last - key ? in_run : last - key;
-      const std::int64_t slot = task.block_table[key / kv.block_size] * kv.block_size + in_block;
-      const std::uint8_t* rows = row_at(kv, slot, offset);
-      for (std::int64_t i = 0; i < run * row_bytes; i += 64) __builtin_prefetch(rows + i, 0, 3);
-      key += run;
+  for (std::int64_t key = first_key; key < last;) {
+    const std::int64_t in_block = key % kv.block_size, in_run = kv.block_size - in_block;
+    const std::int64_t run = in_run < last - key ? in_run : last - key;
+    const std::uint8_t* block = kv.base + task.block_table[key / kv.block_size] * kv.block_bytes;
+    const std::uint8_t* keys = block + kv.key_offset + in_block * row_bytes;
+    const std::uint8_t* values = block + kv.value_offset + in_block * row_bytes;
+    for (std::int64_t i = 0; i < run * row_bytes; i += 64) __builtin_prefetch(keys + i, 0, 3);
+    for (std::int64_t i = 0; i < run * row_bytes; i += 64) __builtin_prefetch(values + i, 0, 3);
+    if (has_scales) {
+      __builtin_prefetch(block + kv.key_scale_offset + in_block * 4, 0, 3);
+      __builtin_prefetch(block + kv.value_scale_offset + in_block * 4, 0, 3);
+    }
+    key += run;
+  }
+}
+
+// Where a chunk's keys and values lie.
+struct ChunkRows {
+  const std::uint8_t* keys[kKeyChunk];
+  const std::uint8_t* values[kKeyChunk];
+};
+
+// Finds a chunk's rows, and reads their scales where the format has them.
+static void find_rows(const AttentionTask& task, std::int64_t first_key, int count,
+                      const ChunkScales& scales, ChunkRows& rows) {
+  const KvView& kv = task.kv;
+  const bool has_scales = element_bytes(kv.format) == 1;
+  const std::int64_t row_bytes = kv.head_dim * element_bytes(kv.format);
+  for (int i = 0; i < count;) {
+    const std::int64_t key = first_key + i, in_block = key % kv.block_size;
+    const std::uint8_t* block = kv.base + task.block_table[key / kv.block_size] * kv.block_bytes;
+    const std::int64_t in_run = kv.block_size - in_block;
+    const int last = in_run < count - i ? i + static_cast<int>(in_run) : count;
+    const std::uint8_t* key_row = block + kv.key_offset + in_block * row_bytes;
+    const std::uint8_t* value_row = block + kv.value_offset + in_block * row_bytes;
+    if (has_scales) {
+      const std::size_t bytes = static_cast<std::size_t>(last - i) * 4;
+      std::memcpy(scales.keys + i, block + kv.key_scale_offset + in_block * 4, bytes);
+      std::memcpy(scales.values + i, block + kv.value_scale_offset + in_block * 4, bytes);
+    }
+    for (; i < last; ++i, key_row += row_bytes, value_row += row_bytes) {
+      rows.keys[i] = key_row;
+      rows.values[i] = value_row;
     }
   }
 }
 
 static void load_chunk(const AttentionTask& task, std::int64_t first_key, int count,
                        const Chunk& chunk) {
-  const KvView& kv = task.kv;
-  const std::uint8_t* key_rows[kKeyChunk];
-  const std::uint8_t* value_rows[kKeyChunk];
-  for (int i = 0; i < count; ++i) {
-    const std::int64_t key = first_key + i;
-    const std::int64_t slot =
-        task.block_table[key / kv.block_size] * kv.block_size + key % kv.block_size;
-    key_rows[i] = row_at(kv, slot, kv.key_offset);
-    value_rows[i] = row_at(kv, slot, kv.value_offset);
-    if (chunk.has_scales) {
-      chunk.key_scales[i] = *scale_at(kv, slot, kv.key_scale_offset);
-      chunk.value_scales[i] = *scale_at(kv, slot, kv.value_scale_offset);
-    }
-  }
-  switch (kv.format) {
-#define PDMESH_LOAD(format)                                      \
-  case format:                                                   \
-    load_keys<format>(key_rows, count, kv.head_dim, chunk.keys); \
-    load_values<format>(value_rows, count, kv.head_dim, chunk.values); \
+  const std::int64_t head_dim = task.kv.head_dim;
+  ChunkRows rows;
+  find_rows(task, first_key, count, chunk.scales, rows);
+  switch (task.kv.format) {
+#define PDMESH_LOAD(format)                                     \
+  case format:                                                  \
+    load_keys<format>(rows.keys, count, head_dim, chunk.keys);  \
+    load_values<format>(rows.values, count, head_dim, chunk.values); \
     break;
     PDMESH_LOAD(KvFormat::kFloat32)
     PDMESH_LOAD(KvFormat::kBfloat16)

@@ -142,6 +142,7 @@ def make_runner(
     kv_format: KvFormat = KvFormat.FLOAT32,
     *,
     config: SmallConfig | None = None,
+    weights: dict[str, Array] | None = None,
     num_threads: int = 1,
     level: str | None = None,
     num_blocks: int = 256,
@@ -151,7 +152,7 @@ def make_runner(
     model = NativeLlama(
         library,
         config,
-        pack_model(config, random_weights(config), weight_format),
+        pack_model(config, weights or random_weights(config), weight_format),
         rope_tables(config.head_dim),
         kv_format=kv_format,
         block_size=block_size,

@@ -195,6 +195,46 @@ def test_all_levels_give_the_same_bits(
         assert np.array_equal(result, results[0])
 
 
+@pytest.mark.parametrize("kv_format", [KvFormat.BFLOAT16, KvFormat.INT8, KvFormat.FP8_E4M3])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(20, 4), (64, 16), (96, 32)])
+@pytest.mark.parametrize("extreme", ["tiny values", "tiny scores", "large scores", "zeros"])
+def test_tiles_give_the_bits_of_ordinary_arithmetic(
+    library: Library, kv_format: KvFormat, head_dim: int, block_size: int, extreme: str
+) -> None:
+    if library.level("amx") is None:
+        pytest.skip("this machine has no tiles")
+    config = SmallConfig(head_dim=head_dim, num_layers=1)
+    weights = random_weights(config)
+    scales = {
+        "tiny values": {"v_proj": 2.0**-124, "o_proj": 2.0**124},  # many are denormal numbers
+        "tiny scores": {"q_proj": 2.0**-70, "k_proj": 2.0**-60},
+        "large scores": {"q_proj": 8.0, "k_proj": 8.0},  # most weights come out as zero
+        "zeros": {"k_proj": 0.0, "v_proj": -0.0},
+    }[extreme]
+    for name, scale in scales.items():
+        weights[f"model.layers.0.self_attn.{name}.weight"] *= np.float32(scale)
+    token_ids = make_tokens(340)
+    blocks = shuffled_blocks(340, block_size)
+
+    results = []
+    for level in ("amx", "avx512"):
+        runner = make_runner(
+            library,
+            kv_format=kv_format,
+            config=config,
+            weights=weights,
+            level=level,
+            block_size=block_size,
+        )
+        many = runner.run(Piece(token_ids[:330], 0, blocks))
+        few = runner.run(Piece(token_ids[330:332], 330, blocks))
+        several = runner.run(Piece(token_ids[332:], 332, blocks))
+        results.append(np.concatenate((many, few, several)).view(np.uint32))
+
+    assert np.isfinite(results[0].view(np.float32)).all()
+    assert np.array_equal(*results)
+
+
 def test_the_block_size_does_not_show(library: Library) -> None:
     token_ids = make_tokens(300)
 
