@@ -232,7 +232,7 @@ def test_tiles_give_the_bits_of_ordinary_arithmetic(
         results.append(np.concatenate((many, few, several)).view(np.uint32))
 
     assert np.isfinite(results[0].view(np.float32)).all()
-    assert np.array_equal(*results)
+    assert np.array_equal(results[0], results[1])
 
 
 def test_the_block_size_does_not_show(library: Library) -> None:
