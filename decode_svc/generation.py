@@ -31,13 +31,27 @@ class Transfer:
 class Generator:
     """Runs requests. A KV handle changes where the prompt's KV comes from and nothing else."""
 
-    def __init__(self, engine: EnginePort, streams: ActiveStreams, importer: KvImporter) -> None:
+    def __init__(
+        self,
+        engine: EnginePort,
+        streams: ActiveStreams,
+        importer: KvImporter,
+        untiered: EnginePort | None = None,
+    ) -> None:
+        """`untiered` is the same engine without a look into colder tiers."""
         self._engine = engine
+        self._untiered = untiered or engine
         self._streams = streams
         self._importer = importer
 
     async def generate(
-        self, request: Request, remote: RemoteKv | None, transfer: Transfer, span: Span
+        self,
+        request: Request,
+        remote: RemoteKv | None,
+        transfer: Transfer,
+        span: Span,
+        *,
+        skips_tiers: bool = False,
     ) -> AsyncGenerator[list[TokenOutput], None]:
         """Yield tokens, each time all that are there; raises MeshError.
 
@@ -66,7 +80,8 @@ class Generator:
                     request_id=f"{request.request_id}/again",
                     output_token_ids=[*request.output_token_ids, *transfer.first_token_ids],
                 )
-        async with self._streams.open(run_request(self._engine, request)) as events:
+        engine = self._untiered if skips_tiers else self._engine
+        async with self._streams.open(run_request(engine, request)) as events:
             async for batch in events:
                 if tokens := _tokens(batch, span):
                     yield tokens

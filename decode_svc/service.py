@@ -51,7 +51,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         num_tokens = 0
         try:
             with run_span("decode.run", decoding) as span:
-                outputs = self._generator.generate(decoding, remote, transfer, span)
+                outputs = self._generator.generate(
+                    decoding, remote, transfer, span, skips_tiers=request.skips_tiers
+                )
                 async with aclosing(outputs):
                     async for tokens in outputs:
                         if last is None:
@@ -152,7 +154,7 @@ def decode_service(config: DecodeConfig) -> Service:
             block_size=config.block_size,
             limits=KvImportLimits(config.kv_pull_timeout_s, config.kv_release_timeout_s),
         )
-        generator = Generator(worker.requests, worker.streams, importer)
+        generator = Generator(worker.requests, worker.streams, importer, untiered=worker.engine)
         worker.server.add(
             decode_pb2_grpc.add_DecodeServiceServicer_to_server,
             DecodeServicer(config.model, worker.requests, generator),

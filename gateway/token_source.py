@@ -133,6 +133,7 @@ class Workers:
                     kv_handle=kv_handle,
                     cache_salt=job.request.cache_salt,
                     awaits_first_token=awaits_first_token,
+                    skips_tiers=worker.has_no_tiered_blocks,
                 ),
                 timeout=job.deadline.remaining_s(),
             )
@@ -179,6 +180,7 @@ class Workers:
                     output_token_ids=job.output_token_ids,
                     sampling_params=job.sampling_params,
                     cache_salt=job.request.cache_salt,
+                    skips_tiers=worker.has_no_tiered_blocks,
                 ),
                 timeout=job.deadline.remaining_s(),
             )

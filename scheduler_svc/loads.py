@@ -71,13 +71,21 @@ class HeldPlacement:
     """A decision whose load is charged until `release`."""
 
     def __init__(
-        self, decision: Decision, facts: RequestFacts, ledger: LoadLedger, *, is_long: bool = False
+        self,
+        decision: Decision,
+        facts: RequestFacts,
+        ledger: LoadLedger,
+        *,
+        is_long: bool = False,
+        knows_tiers: bool = False,
     ) -> None:
         self.placement_id = uuid4().hex
         self.decision = decision
         self.facts = facts
         # Counts against the quota of long prompts until its prompt is computed.
         self.is_long = is_long
+        # Tiers that the decision does not name hold nothing of the prompt.
+        self.knows_tiers = knows_tiers
         # When the first token was there, by the scheduler's clock.
         self.decoding_since: float | None = None
         self._prefill = _charge(ledger, decision.prefill) if decision.prefill else None

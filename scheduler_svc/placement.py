@@ -59,6 +59,7 @@ class Assignment:
     worker: WorkerView
     num_cached_tokens: int
     charge: ActiveLoad
+    has_tiered_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +265,7 @@ def _assign_decode(
     is_local = mode is PlacementMode.LOCAL
     num_reserved_tokens = min(facts.max_tokens, settings.reserved_output_tokens)
     charge = _charge(decoder, facts, num_reserved_tokens, computes_prompt=is_local)
-    return Assignment(decoder.worker, decoder.num_cached_tokens, charge)
+    return _assignment(decoder, charge)
 
 
 def _by_prefill_cost(
@@ -286,10 +287,14 @@ def _first_with_room(
 ) -> Assignment | None:
     for chosen in candidates:
         charge = _charge(chosen, facts, num_reserved_tokens=0, computes_prompt=True)
-        assignment = Assignment(chosen.worker, chosen.num_cached_tokens, charge)
+        assignment = _assignment(chosen, charge)
         if _has_room(assignment, settings):
             return assignment
     return None
+
+
+def _assignment(chosen: Candidate, charge: ActiveLoad) -> Assignment:
+    return Assignment(chosen.worker, chosen.num_cached_tokens, charge, chosen.has_tiered_blocks)
 
 
 def _charge(

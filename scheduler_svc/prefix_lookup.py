@@ -64,6 +64,10 @@ class PrefixLookup(Protocol):
         """A request is about to leave its blocks on these workers."""
         ...
 
+    def is_complete(self, model: str) -> bool:
+        """Whether `latest` knows all that the index does: whoever it leaves out has nothing."""
+        ...
+
 
 class BlockIndexReader(Protocol):
     """The part of `mesh.block_index.BlockIndex` that a placement may ask itself."""
@@ -114,6 +118,9 @@ class LocalLookup:
     def placed(self, query: PrefixQuery, holder_ids: Collection[str]) -> None:
         for keys in query.chains.values():
             self._predicted.add(keys, holder_ids)
+
+    def is_complete(self, model: str) -> bool:
+        return self._replica(model) is not None
 
     def _replica(self, model: str) -> Replica | None:
         replica = self._replicas.get(model)

@@ -219,7 +219,11 @@ class Scheduler:
             costs.comparisons.add(decision.comparison)
         self._lookup.placed(waiting.query, [part.worker.holder_id for part in decision.parts])
         held = HeldPlacement(
-            decision, waiting.facts, self._ledger, is_long=self._is_long(waiting.facts)
+            decision,
+            waiting.facts,
+            self._ledger,
+            is_long=self._is_long(waiting.facts),
+            knows_tiers=self._lookup.is_complete(waiting.facts.model),
         )
         self._held.add(held)
         for part in decision.parts:

@@ -222,21 +222,23 @@ def _to_response(
     placement = scheduler_pb2.Placement(
         placement_id=held.placement_id,
         mode=_MODES[decision.mode],
-        decode=_to_worker_ref(decision.decode),
+        decode=_to_worker_ref(decision.decode, knows_tiers=held.knows_tiers),
         reason=decision.reason,
         timings=[types_pb2.StageTiming(stage=types_pb2.STAGE_QUEUE, duration_ms=queue_ms)],
         lease_ms=int(1000 * lease_s),
     )
     if decision.prefill is not None:
-        placement.prefill.CopyFrom(_to_worker_ref(decision.prefill))
+        prefill = _to_worker_ref(decision.prefill, knows_tiers=held.knows_tiers)
+        placement.prefill.CopyFrom(prefill)
     return scheduler_pb2.PlaceResponse(placement=placement)
 
 
-def _to_worker_ref(part: Assignment) -> scheduler_pb2.WorkerRef:
+def _to_worker_ref(part: Assignment, *, knows_tiers: bool) -> scheduler_pb2.WorkerRef:
     return scheduler_pb2.WorkerRef(
         worker_id=part.worker.worker_id,
         address=part.worker.address,
         num_cached_tokens=part.num_cached_tokens,
+        has_no_tiered_blocks=knows_tiers and not part.has_tiered_blocks,
     )
 
 

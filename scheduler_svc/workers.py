@@ -105,6 +105,8 @@ class Candidate:
 
     worker: WorkerView
     hit: PrefixHit
+    # Whether the index names the tiers of its machine.
+    has_tiered_blocks: bool = False
 
     @property
     def num_cached_tokens(self) -> int:
@@ -115,8 +117,9 @@ def candidate(worker: WorkerView, facts: RequestFacts, hits: Hits) -> Candidate:
     """The last prompt token is always computed, so a hit never covers the whole prompt."""
     hit = hits.get(worker.holder_id, NO_HIT)
     colder = hits.get(worker.transfer_address)
+    if colder is None and hit is NO_HIT:
+        return Candidate(worker, hit)
     if colder is not None:
         hit = hit.extended(colder)
-    if hit is NO_HIT:
-        return Candidate(worker, hit)
-    return Candidate(worker, hit.bounded((facts.num_prompt_tokens - 1) // worker.block_size))
+    bounded = hit.bounded((facts.num_prompt_tokens - 1) // worker.block_size)
+    return Candidate(worker, bounded, has_tiered_blocks=colder is not None)

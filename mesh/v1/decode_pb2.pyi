@@ -33,6 +33,7 @@ class DecodeRequest(_message.Message):
     KV_HANDLE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     AWAITS_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    SKIPS_TIERS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id from the gateway, unique among running requests."""
     model: _builtins.str
@@ -43,6 +44,8 @@ class DecodeRequest(_message.Message):
     """`kv_handle` is of a prefill that is still running: its first token, which goes
     after `output_token_ids`, and the rest of the KV come from its holder.
     """
+    skips_tiers: _builtins.bool
+    """The machine's colder tiers have nothing of the prompt: they are not asked."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -70,10 +73,11 @@ class DecodeRequest(_message.Message):
         kv_handle: _types_pb2.KvHandle | None = ...,
         cache_salt: _builtins.str = ...,
         awaits_first_token: _builtins.bool = ...,
+        skips_tiers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_handle", b"kv_handle", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits_first_token", b"awaits_first_token", "cache_salt", b"cache_salt", "kv_handle", b"kv_handle", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits_first_token", b"awaits_first_token", "cache_salt", b"cache_salt", "kv_handle", b"kv_handle", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "skips_tiers", b"skips_tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

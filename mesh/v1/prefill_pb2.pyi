@@ -32,12 +32,15 @@ class PrefillRequest(_message.Message):
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SKIPS_TIERS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id from the gateway, unique among running requests."""
     model: _builtins.str
     """Model name."""
     cache_salt: _builtins.str
     """Blocks are shared only between requests with the same salt."""
+    skips_tiers: _builtins.bool
+    """The machine's colder tiers have nothing of the prompt: they are not asked."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -61,10 +64,11 @@ class PrefillRequest(_message.Message):
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling_params: _types_pb2.SamplingParams | None = ...,
         cache_salt: _builtins.str = ...,
+        skips_tiers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "skips_tiers", b"skips_tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

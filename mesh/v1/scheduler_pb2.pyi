@@ -397,22 +397,28 @@ class WorkerRef(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    HAS_NO_TIERED_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     address: _builtins.str
     """Its gRPC address."""
     num_cached_tokens: _builtins.int
     """Leading prompt tokens whose blocks it holds, as far as is known."""
+    has_no_tiered_blocks: _builtins.bool
+    """The block index is known to have nothing of the prompt in the colder tiers of
+    its machine: to ask them is in vain.
+    """
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         address: _builtins.str = ...,
         num_cached_tokens: _builtins.int = ...,
+        has_no_tiered_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_cached_tokens", b"num_cached_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "has_no_tiered_blocks", b"has_no_tiered_blocks", "num_cached_tokens", b"num_cached_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

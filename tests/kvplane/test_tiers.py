@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kv_transfer_svc.tiers.disk_store import DiskStore
-from mesh.v1 import decode_pb2_grpc, types_pb2
+from mesh.v1 import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
 from tests.kvplane.machines import (
     BLOCK_SIZE,
     GREEDY,
@@ -19,7 +19,7 @@ from tests.kvplane.machines import (
 from tests.tiny_llama import make_tiny_model
 from tests.transfer_agents import RunningAgent
 from tests.worker_mesh import Answer, RunningWorker, decode
-from tests.worker_wire import decode_request, wait_until
+from tests.worker_wire import decode_request, prefill_request, wait_until
 
 GB = 1 << 30
 NUM_TOKENS = 50
@@ -65,6 +65,39 @@ async def test_what_one_worker_computed_another_does_not_compute_again(
     assert agent.agent.tiers.stats.num_host_hits == NUM_FULL_BLOCKS
     for worker in (first, second):
         await worker.wait_until_all_blocks_are_free()
+
+
+async def test_tiers_that_are_known_to_have_nothing_are_not_asked(machines: Machines) -> None:
+    agent = await machines.start_agent(host_memory_bytes=GB)
+    decoder = await machines.start_decode(agent)
+    prompt = make_prompt(NUM_TOKENS)
+    expected = await tokens(decoder, prompt)
+    await wait_until_stored(agent, NUM_FULL_BLOCKS)
+    other = await machines.start_decode(agent, worker_id="decode-1")
+    prefiller = await machines.start_prefill(agent)
+
+    request = decode_request("skips", prompt, None, GREEDY)
+    request.skips_tiers = True
+    decoded = [
+        one
+        async for one in decode_pb2_grpc.DecodeServiceStub(other.channel).Decode(
+            request, timeout=30
+        )
+    ]
+    prefill = prefill_request("skips", prompt, None, GREEDY)
+    prefill.skips_tiers = True
+    prefilled = [
+        one
+        async for one in prefill_pb2_grpc.PrefillServiceStub(prefiller.channel).Prefill(
+            prefill, timeout=30
+        )
+    ]
+
+    token_ids = [token for one in decoded for token in one.tokens.token_ids]
+    assert token_ids == expected.token_ids
+    assert list(prefilled[-1].finished.first_token.token_ids) == expected.token_ids[:1]
+    assert agent.agent.tiers is not None
+    assert agent.agent.tiers.stats.num_host_hits == 0
 
 
 async def test_evicted_blocks_come_back(machines: Machines) -> None:

@@ -53,6 +53,7 @@ class PaperLookup:
         self.error: BaseException | None = None
         self.queries: list[PrefixQuery] = []
         self.placements: list[list[str]] = []
+        self.knows_all = True
 
     async def hits(self, query: PrefixQuery) -> Hits:
         self.queries.append(query)
@@ -67,6 +68,9 @@ class PaperLookup:
 
     def placed(self, query: PrefixQuery, holder_ids: Collection[str]) -> None:
         self.placements.append(list(holder_ids))
+
+    def is_complete(self, model: str) -> bool:
+        return self.knows_all
 
 
 @dataclass
@@ -191,6 +195,26 @@ class Call:
     async def close(self) -> None:
         await self._call.done_writing()
         assert await self._call.code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize(
+    ("tiers", "knows_all", "has_none"),
+    [({}, True, True), ({"127.0.0.1:9": PrefixHit(0, 2)}, True, False), ({}, False, False)],
+)
+async def test_placement_says_where_colder_tiers_have_nothing(
+    serve: Serve, tiers: Hits, knows_all: bool, has_none: bool
+) -> None:
+    mesh = await serve()
+    # What a worker holds itself may be gone when the request comes: only tiers count.
+    mesh.lookup.answer = {"p0@1": PrefixHit(4), **tiers}
+    mesh.lookup.knows_all = knows_all
+    call = Call(mesh)
+
+    placement = await call.placement()
+
+    assert placement.prefill.has_no_tiered_blocks is has_none
+    assert placement.decode.has_no_tiered_blocks is has_none
+    await call.close()
 
 
 async def test_placement_names_both_workers_and_why(serve: Serve) -> None:
