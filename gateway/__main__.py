@@ -9,6 +9,7 @@ from gateway.config import GatewayConfig
 from gateway.keys.model import KeyBookError
 from gateway.rules.loader import RulesInvalid
 from mesh import config, metrics, telemetry
+from mesh.scheduling import answer_soon
 
 
 def main() -> None:
@@ -21,6 +22,7 @@ def main() -> None:
     )
     metrics.RESUMPTIONS.begin()
     metrics.listen(settings.metrics_listen, vllm_names=settings.vllm_metrics)
+    answer_soon()
     try:
         uvloop.run(run(settings))
     except RulesInvalid as error:

@@ -8,6 +8,7 @@ from kv_transfer_svc.config import KvTransferConfig
 from kv_transfer_svc.transports.mooncake import MooncakeMissing
 from mesh import metrics, telemetry
 from mesh.config import load
+from mesh.scheduling import answer_soon
 
 
 def main() -> None:
@@ -19,6 +20,7 @@ def main() -> None:
         worker_id=config.worker_id,
     )
     metrics.listen(config.metrics_listen, vllm_names=config.vllm_metrics)
+    answer_soon()
     try:
         asyncio.run(run(config))
     except MooncakeMissing as error:

@@ -4,6 +4,7 @@ import uvloop
 
 from mesh import metrics, telemetry
 from mesh.config import load
+from mesh.scheduling import answer_soon
 from scheduler_svc.app import run
 from scheduler_svc.config import SchedulerConfig
 
@@ -17,6 +18,7 @@ def main() -> None:
         worker_id=config.worker_id,
     )
     metrics.listen(config.metrics_listen, vllm_names=config.vllm_metrics)
+    answer_soon()
     uvloop.run(run(config))
 
 

@@ -1,9 +1,10 @@
 """`python -m tokenizer_svc`: the tokenizer service as a process."""
 
-import asyncio
+import uvloop
 
 from mesh import metrics, telemetry
 from mesh.config import load
+from mesh.scheduling import answer_soon
 from tokenizer_svc.app import run
 from tokenizer_svc.config import TokenizerConfig
 
@@ -17,7 +18,8 @@ def main() -> None:
         worker_id=config.worker_id,
     )
     metrics.listen(config.metrics_listen, vllm_names=config.vllm_metrics)
-    asyncio.run(run(config))
+    answer_soon()
+    uvloop.run(run(config))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from mesh.registry import (
     connect_redis,
     new_incarnation,
 )
+from mesh.scheduling import answer_soon
 from mesh.server import MeshServer, serve
 from mesh.v1 import kv_transfer_pb2
 from worker.config import WorkerConfig
@@ -93,6 +94,8 @@ async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None
 
         engine = EngineLoop(loaded.engine, on_block_events)
         engine.start()
+        # The engine's own threads exist by now, and keep their long turns.
+        answer_soon()
         stack.push_async_callback(engine.stop)
         stack.enter_context(watched_engine(engine, config.model, config.block_size))
         server = MeshServer(config.listen)

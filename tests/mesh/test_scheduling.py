@@ -1,0 +1,50 @@
+"""Those who answer are let in before those who compute."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, threading
+from mesh.scheduling import answer_soon
+
+def slice_ns(thread_id):
+    lines = open(f"/proc/self/task/{thread_id}/sched").read().splitlines()
+    return next((int(line.split(":")[1]) for line in lines if line.startswith("se.slice")), None)
+
+def wait():
+    ready.set()
+    go.wait()
+
+ready, go = threading.Event(), threading.Event()
+computing = threading.Thread(target=wait)
+computing.start()
+ready.wait()
+answer_soon()
+answer_soon()
+own = threading.Thread(target=lambda: print(slice_ns(threading.get_native_id())))
+own.start()
+own.join()
+print(slice_ns(computing.native_id))
+go.set()
+print(sys.getswitchinterval())
+"""
+
+
+def test_threads_that_answer_take_short_turns_and_others_do_not() -> None:
+    if not Path("/proc/self/sched").exists() or _kernel() < (6, 12):
+        pytest.skip("this kernel gives everybody the same turns")
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+
+    answering, computing, interval = run.stdout.split()
+    assert int(answering) == 100_000
+    assert int(computing) > 100_000
+    assert float(interval) < 0.001
+
+
+def _kernel() -> tuple[int, int]:
+    major, minor, *_ = os.uname().release.split(".")
+    return int(major), int(minor)
