@@ -1,4 +1,4 @@
-"""Encodes prompts in threads: the event loop only waits."""
+"""Encodes prompts in threads, so that the event loop only waits; short ones at once."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,10 @@ _PIECE_CHARS = 1 << 17
 _MAX_TOKENS_PER_CUT = 512
 
 _RETRY_AFTER_S = 1.0
+
+# A prompt this short is encoded in less time than it takes to wake a thread for it and to hear
+# of the result.
+_MAX_INLINE_CHARS = 2048
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ class Encoder:
             else:
                 text, param, trusting = prompt.text, "prompt", prompt.allow_special_tokens
             job = _EncodeJob(model, text, param, max_prompt_tokens, trusting, bad_words)
+            if len(text) + sum(map(len, bad_words)) <= _MAX_INLINE_CHARS:
+                return job()
             return await self.run(job)
         finally:
             self._num_calls -= 1

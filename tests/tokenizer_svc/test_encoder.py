@@ -386,7 +386,9 @@ async def test_prompts_beyond_the_bound_are_refused_with_a_delay_to_retry(
     encoder = Encoder(num_threads=1, max_waiting=1)
     release = threading.Event()
     blocker = asyncio.ensure_future(encoder.run(release.wait))
-    waiting = [asyncio.create_task(encode(encoder, smollm2, TextPrompt("a"))) for _ in range(2)]
+    # Short ones need no thread.
+    prompt = TextPrompt("a " * 2000)
+    waiting = [asyncio.create_task(encode(encoder, smollm2, prompt)) for _ in range(2)]
     await asyncio.sleep(0)
 
     with pytest.raises(QueueFull) as caught:
