@@ -62,12 +62,13 @@ class HeldPlacement:
         Closing it closes them."""
         async with aclosing(chunks):
             async for chunk in chunks:
-                if not self._is_prefill_done and chunk.token_ids:
-                    await self.prefill_done(job)
                 if chunk.finish is not None:
                     # Before it is passed on: whoever gets it may leave at once.
                     await self._finished(job, len(job.output_token_ids) + len(chunk.token_ids))
                 yield chunk
+                if not self._is_prefill_done and chunk.token_ids and chunk.finish is None:
+                    # After it was passed on: the client waits for the first token.
+                    await self.prefill_done(job)
 
     async def prefill_done(self, job: Job) -> None:
         """The first token exists: the prefill worker is free of the request."""
