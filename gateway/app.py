@@ -21,6 +21,7 @@ from gateway.errors import to_answer
 from gateway.http_protocol import http_protocol
 from gateway.inference import InferenceServicer
 from gateway.keys.access import KeyMiddleware
+from gateway.limits.headers import RATE_LIMIT_HEADERS
 from gateway.middleware import DisconnectMiddleware, RequestIdMiddleware
 from gateway.routes import build_routes
 from gateway.rules.engine import ACTIONS_HEADER
@@ -39,11 +40,7 @@ _EXPOSED_HEADERS = [
     "retry-after",
     "server-timing",
     ACTIONS_HEADER,
-    *(
-        f"x-ratelimit-{what}-{kind}"
-        for what in ("limit", "remaining", "reset")
-        for kind in ("requests", "tokens")
-    ),
+    *RATE_LIMIT_HEADERS,
 ]
 
 

@@ -4,6 +4,12 @@ from collections.abc import Sequence
 
 from gateway.limits.scopes import Level, Scope, Verdict
 
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{what}-{kind}"
+    for what in ("limit", "remaining", "reset")
+    for kind in ("requests", "tokens")
+)
+
 _MS = 1
 _S = 1000 * _MS
 _MINUTE = 60 * _S

@@ -9,7 +9,13 @@ import orjson
 from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
-from gateway.errors import ERROR_STATUSES, UNHEALTHY
+from gateway.errors import (
+    ERROR_STATUSES,
+    METHOD_NOT_ALLOWED,
+    UNAUTHENTICATED,
+    UNHEALTHY,
+)
+from gateway.limits.headers import RATE_LIMIT_HEADERS
 from gateway.openai import responses
 from gateway.openai.chat import ChatRequest
 from gateway.openai.completions import CompletionRequest
@@ -63,7 +69,7 @@ def openapi_document() -> bytes:
             "components": {
                 "schemas": _schemas(),
                 "headers": _HEADERS,
-                "responses": {"Error": _error("Error")},
+                "responses": _error_responses(),
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             },
         }
@@ -80,6 +86,9 @@ def _schemas() -> Schema:
     schemas: Schema = made["$defs"]
     return schemas
 
+
+# Those of the failures that say more than the others.
+_ERRORS = {UNAUTHENTICATED: "Unauthenticated", METHOD_NOT_ALLOWED: "MethodNotAllowed"}
 
 _HEADERS = {
     "RequestId": {
@@ -98,6 +107,24 @@ _HEADERS = {
     "ParamActions": {
         "description": "What the operator's rules did to the request, if anything.",
         "schema": {"type": "string"},
+    },
+    "RateLimit": {
+        "description": "A limit of the caller's key, if it has one: the tightest of its kind.",
+        "schema": {"type": "string", "pattern": "^[0-9]+$"},
+    },
+    "RateLimitReset": {
+        "description": "When all of it is there again, such as 6m0s, 1.5s or 20ms.",
+        "schema": {"type": "string", "pattern": "^([0-9]+m)?[0-9.]+(s|ms)$"},
+    },
+    "Allow": {
+        "description": "The methods that this URL takes.",
+        "required": True,
+        "schema": {"type": "string"},
+    },
+    "WwwAuthenticate": {
+        "description": "How to authenticate.",
+        "required": True,
+        "schema": {"type": "string", "const": "Bearer"},
     },
 }
 
@@ -169,7 +196,7 @@ def _generation(summary: str, request: str, answer: str, unsupported: Mapping[st
     }
     done = _answer("The answer, whole or as a stream.", answer)
     done["content"]["text/event-stream"] = stream
-    done["headers"]["server-timing"] = {"$ref": "#/components/headers/ServerTiming"}
+    done["headers"]["server-timing"] = _header("ServerTiming")
     names = ", ".join(f"`{name}`" for name in sorted(unsupported))
     description = (
         "Unknown keys are ignored. These are known and refused with `unsupported_parameter` "
@@ -179,6 +206,8 @@ def _generation(summary: str, request: str, answer: str, unsupported: Mapping[st
 
 
 def _post(summary: str, request: Schema, answers: Schema) -> Schema:
+    for answer in answers.values():
+        answer["headers"] |= _rate_limits()
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": {_JSON: {"schema": request}}},
@@ -203,22 +232,44 @@ def _health() -> Schema:
 
 def _errors() -> Schema:
     """All that can go wrong, and what an operator's rules may answer."""
-    error = {"$ref": "#/components/responses/Error"}
-    return {str(status): error for status in ERROR_STATUSES} | {"default": error}
+    names = {str(status): _ERRORS.get(status, "Error") for status in ERROR_STATUSES}
+    return {
+        status: {"$ref": f"#/components/responses/{name}"}
+        for status, name in {**names, "default": "Error"}.items()
+    }
 
 
-def _error(schema: str) -> Schema:
-    made = _answer("The request failed.", schema)
-    made["headers"]["retry-after"] = {"$ref": "#/components/headers/RetryAfter"}
+def _error_responses() -> Schema:
+    made = {name: _error() for name in ("Error", *_ERRORS.values())}
+    made["Unauthenticated"]["headers"]["www-authenticate"] = _header("WwwAuthenticate")
+    made["MethodNotAllowed"]["headers"]["allow"] = _header("Allow")
     return made
+
+
+def _error() -> Schema:
+    made = _answer("The request failed.", "Error")
+    # It may have been admitted before it failed.
+    made["headers"] |= {"retry-after": _header("RetryAfter"), **_rate_limits()}
+    return made
+
+
+def _rate_limits() -> Schema:
+    return {
+        name: _header("RateLimitReset" if "reset" in name else "RateLimit")
+        for name in RATE_LIMIT_HEADERS
+    }
+
+
+def _header(name: str) -> Schema:
+    return {"$ref": f"#/components/headers/{name}"}
 
 
 def _answer(description: str, schema: str | None) -> Schema:
     return {
         "description": description,
         "headers": {
-            "x-request-id": {"$ref": "#/components/headers/RequestId"},
-            "x-pdmesh-param-actions": {"$ref": "#/components/headers/ParamActions"},
+            "x-request-id": _header("RequestId"),
+            "x-pdmesh-param-actions": _header("ParamActions"),
         },
         "content": {_JSON: {"schema": {"type": "object"} if schema is None else _ref(schema)}},
     }
