@@ -104,7 +104,9 @@ def telemetry(
 def edge(
     mode: Annotated[str, typer.Option(help="local or disaggregated.")] = "local",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 4,
-    parts: Annotated[str, typer.Option(help="Of cost,nginx,engine.")] = "cost,nginx,engine",
+    parts: Annotated[
+        str, typer.Option(help="Of cost,limits,nginx,engine.")
+    ] = "cost,limits,nginx,engine",
 ) -> None:
     """What gateway and mesh cost beside the engine, and what nginx in front of them costs."""
     settings = BenchmarkSettings()

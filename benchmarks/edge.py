@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import psutil
+import yaml
 
 from benchmarks.contenders import Launch
 from benchmarks.processes import running
@@ -22,11 +23,15 @@ from decode_svc.config import DecodeConfig
 from engine.engine import Engine
 from engine.request import Request, RequestFailed, TokenOutput
 from engine.sampling import SamplingParams
+from gateway.keys.model import Caller, Limits
+from gateway.limits.limiter import Limiter
 from gateway.rules.lua import compile_to_lua
 from gateway.rules.model import RuleSet
 from mesh.bench.client import Endpoint, PlannedRequest, Recording, open_client
 from mesh.bench.prompts import PromptMaker, Vocabulary
+from mesh.home import Home
 from mesh.ports import find_free_ports
+from mesh.redis_client import connect_redis
 from worker.engine_loading import load_engine
 
 STREAMS = 16
@@ -86,22 +91,43 @@ async def first_token_costs(url: str, model: str, prompts: Prompts, plan: Plan) 
     totals: list[float] = []
     costs: list[float] = []
     stages: dict[str, list[float]] = {}
-    for number in range(plan.num_single + 5):
-        [recording] = await _stream(url, model, [prompts.plan(plan.single_prompt_tokens, 2)])
-        if number < 5:
-            continue
-        ttft_ms = (recording.token_times[0] - recording.started_at) * 1000
-        engine_ms = sum(recording.stages_ms.get(name, 0.0) for name in ENGINE_STAGES)
-        totals.append(ttft_ms)
-        costs.append(ttft_ms - engine_ms)
-        for name, duration_ms in recording.stages_ms.items():
-            stages.setdefault(name, []).append(duration_ms)
+    # Clients keep their connections.
+    async with open_client(Endpoint(url, model, reuses_connections=True)) as client:
+        for number in range(plan.num_single + 5):
+            planned = prompts.plan(plan.single_prompt_tokens, 2)
+            recording = Recording("edge", time.perf_counter())
+            await client.stream(planned, recording)
+            _check(recording)
+            if number < 5:
+                continue
+            ttft_ms = (recording.token_times[0] - recording.started_at) * 1000
+            engine_ms = sum(recording.stages_ms.get(name, 0.0) for name in ENGINE_STAGES)
+            totals.append(ttft_ms)
+            costs.append(ttft_ms - engine_ms)
+            for name, duration_ms in recording.stages_ms.items():
+                stages.setdefault(name, []).append(duration_ms)
     return {
         "ttft_p50_ms": _percentile(totals, 50),
         "not_the_engine_p50_ms": _percentile(costs, 50),
         "not_the_engine_p95_ms": _percentile(costs, 95),
         **{f"stage_{name}_p50_ms": _percentile(values, 50) for name, values in stages.items()},
     }
+
+
+async def limit_costs(redis_url: str, plan: Plan) -> dict[str, float]:
+    """How long a request waits to learn that the limits of its key and group allow it."""
+    limits = Limits(requests_per_minute=10**6, tokens_per_minute=10**9, max_concurrency=1000)
+    caller = Caller("bench", "bench", "bench", key_limits=limits, group_limits=limits)
+    redis = connect_redis(redis_url)
+    waits_ms: list[float] = []
+    async with Limiter(redis) as limiter:
+        for number in range(5 * plan.num_single + 5):
+            started_at = time.perf_counter()
+            async with limiter.admitted(caller, plan.single_prompt_tokens):
+                if number >= 5:
+                    waits_ms.append((time.perf_counter() - started_at) * 1000)
+    await redis.aclose()
+    return {"admit_p50_ms": _percentile(waits_ms, 50), "admit_p99_ms": _percentile(waits_ms, 99)}
 
 
 async def through_nginx(
@@ -165,6 +191,9 @@ async def measure_edge(
     async with running_mesh(model, port, home, mode) as url:
         if "cost" in parts:
             result["first_token"] = await first_token_costs(url, model.name, prompts, plan)
+        if "limits" in parts:
+            topology = yaml.safe_load(Home(home).topology_file.read_text())
+            result["limits"] = await limit_costs(topology["redis_url"], plan)
         if "nginx" in parts:
             result["nginx"] = await through_nginx(url, model.name, prompts, plan, nginx)
         if "engine" in parts:
@@ -214,9 +243,13 @@ async def _stream(url: str, model: str, planned: Sequence[PlannedRequest]) -> li
         recordings = [Recording("edge", time.perf_counter()) for _ in planned]
         await asyncio.gather(*map(client.stream, planned, recordings))
     for recording in recordings:
-        if recording.error is not None:
-            raise RuntimeError(recording.error)
+        _check(recording)
     return recordings
+
+
+def _check(recording: Recording) -> None:
+    if recording.error is not None:
+        raise RuntimeError(recording.error)
 
 
 def _run_bare(engine: Engine, prompts: Prompts, plan: Plan) -> float:
