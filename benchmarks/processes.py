@@ -14,7 +14,7 @@ import aiohttp
 import psutil
 
 from benchmarks.contenders import Launch
-from mesh.parent_death import end_with_parent
+from mesh.parent_death import ends_with_me
 
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 30.0
@@ -92,14 +92,13 @@ def _start(launch: Launch, log: Path, environment: Mapping[str, str]) -> subproc
     with log.open("wb") as output:
         # A session of its own: whatever it starts can be ended with it.
         return subprocess.Popen(
-            launch.argv,
+            # A killed benchmark would leave a server that slows the next one.
+            ends_with_me(launch.argv),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
-            # A killed benchmark would leave a server that slows the next one.
-            preexec_fn=end_with_parent,
         )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from mesh.home import Home, MeshState, ServiceRecord
-from mesh.parent_death import end_with_parent
+from mesh.parent_death import ends_with_me
 
 logger = logging.getLogger(__name__)
 
@@ -230,14 +230,13 @@ class Supervisor:
     async def _spawn(self, service: _Service) -> None:
         with service.log_path.open("ab") as log:
             service.process = await asyncio.create_subprocess_exec(
-                *service.spec.argv,
+                *ends_with_me(service.spec.argv),
                 env=dict(service.spec.env),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=asyncio.subprocess.STDOUT,
                 # Ctrl-C is the supervisor's to handle.
                 start_new_session=True,
-                preexec_fn=end_with_parent,
             )
         with contextlib.suppress(psutil.NoSuchProcess):
             service.created_at = psutil.Process(service.process.pid).create_time()

@@ -5,8 +5,8 @@ import psutil
 
 STARTS_A_CHILD = """
 import subprocess, sys, time
-from mesh.parent_death import end_with_parent
-child = subprocess.Popen(["sleep", "60"], start_new_session=True, preexec_fn=end_with_parent)
+from mesh.parent_death import ends_with_me
+child = subprocess.Popen(ends_with_me(["sleep", "60"]), start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(60)
 """
