@@ -16,7 +16,7 @@ from engine.engine import build_engine
 from engine.kernels.library import SAMPLING_DTYPE, load_library
 from engine.models import native_weights
 from engine.models.native import NativeModel
-from engine.models.native_weights import SOURCE_GGUF, load_packed
+from engine.models.native_weights import SOURCE_GGUF, WeightsName, load_packed
 from engine.models.registry import BackendError, Choice, choose, has_tiles, load_model
 from engine.request import Request
 from engine.sampling import SamplingParams, draw_tokens
@@ -47,7 +47,7 @@ def test_auto_is_native_with_the_stored_numbers(folder: Path) -> None:
 def test_auto_takes_the_quantized_values_that_a_model_was_made_from(folder: Path) -> None:
     (folder / SOURCE_GGUF).touch()
 
-    weights = "int4_channel" if has_tiles() else "int4"
+    weights: WeightsName = "int4_channel" if has_tiles() else "int4"
     assert choice(folder) == Choice("native", weights, "bfloat16")
     assert choice(folder, kv_cache_dtype="fp8") == Choice("native", weights, "fp8")
     assert choice(folder, quantization="int4").weights == "int4"
