@@ -1,10 +1,15 @@
 """The `pdmesh` command."""
 
+import os
 from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
+
+# What commands start is another program at once. gRPC must not follow it into the fork, where it
+# starts threads of its own that may end the child; it reads this when it is imported.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # Where each command is: a function, or a Typer with commands of its own.
 COMMANDS = {

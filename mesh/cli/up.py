@@ -83,6 +83,8 @@ def up(
     ] = None,
 ) -> None:
     """Start every service on this machine and serve until Ctrl-C or `pdmesh down`."""
+    # A shell without job control has what it starts in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     place = home_at(home)
     if detach:
         _detach(place)
@@ -116,8 +118,6 @@ def up(
 
 
 async def _serve(home: Home, options: LaunchOptions, hang_timeout_s: float) -> int:
-    # Our children are other programs at once: gRPC need not follow them into the fork.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     log = logging.FileHandler(home.logs / "up.log")
     log.setFormatter(JsonFormatter())
     logging.basicConfig(handlers=[log], level=options.log_level)
