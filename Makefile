@@ -4,11 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST_ARGS ?=
-# Tests share cores except those that start whole meshes, which fill the machine by themselves.
 PARALLEL ?= --numprocesses 2 --dist loadfile
-MESH_TESTS := $(wildcard tests/e2e tests/chaos)
+# Tests of whole meshes wait as much as they compute: those that share one run beside the others.
+OWN_MESH_TESTS := tests/chaos $(addprefix tests/e2e/,test_parity.py test_keys.py test_identity_local.py)
 
-.PHONY: setup setup-dev trace-ui nginx browser promtool mooncake node-client fuzz run test chaos bit-equality check protos docs bench clean
+.PHONY: setup setup-dev trace-ui nginx browser promtool mooncake node-client fuzz run test test-shared-mesh test-own-meshes chaos bit-equality check protos docs bench clean
 
 setup: $(VENV)/.run  ## make .venv with what `pdmesh` needs
 
@@ -49,10 +49,16 @@ mooncake: setup-dev  ## Mooncake's Transfer Engine, which a test needs
 test: setup-dev nginx browser promtool mooncake node-client  ## the whole suite
 ifeq ($(PYTEST_ARGS),)
 	$(BIN)/python -m pytest --reruns 2 $(PARALLEL) --ignore tests/e2e --ignore tests/chaos
-	$(BIN)/python -m pytest --reruns 2 $(MESH_TESTS)
+	$(MAKE) --jobs 2 --output-sync=target test-shared-mesh test-own-meshes
 else
 	$(BIN)/python -m pytest --reruns 2 $(PYTEST_ARGS)
 endif
+
+test-shared-mesh: setup-dev
+	$(BIN)/python -m pytest --reruns 2 tests/e2e $(addprefix --ignore ,$(OWN_MESH_TESTS))
+
+test-own-meshes: setup-dev
+	$(BIN)/python -m pytest --reruns 2 $(OWN_MESH_TESTS)
 
 bit-equality: setup-dev  ## every format, twenty prompts, computed in every way: half an hour
 	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)

@@ -14,7 +14,7 @@ from tests.chaos.probe import MeshProbe
 from tests.e2e.harness import RunningMesh, pdmesh, start_mesh
 
 # Shorter than many a stream takes: those have to move.
-DRAIN_TIMEOUT_S = 2.0
+DRAIN_TIMEOUT_S = 1.0
 SETTINGS = {
     # Every request passes through every stage, and some have to wait for the others.
     "scheduler.mode": "disaggregated",

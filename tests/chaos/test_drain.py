@@ -28,7 +28,7 @@ async def has_running(probe: MeshProbe) -> ServiceRecord | None:
 @pytest.mark.timeout(120)
 async def test_a_stream_longer_than_the_drain_moves_and_is_whole(probe: MeshProbe) -> None:
     url = gateway_urls(probe)[0]
-    long = {"max_tokens": 700}
+    long = {"max_tokens": 400}
     async with httpx.AsyncClient(timeout=90) as http:
         undisturbed = Answer()
         await ask_one(http, url, body(9, "drain-undisturbed") | long, undisturbed)
