@@ -114,14 +114,14 @@ async def answered_although_a_decoder_dies(
     mesh: RunningMesh, requests: Sequence[Awaitable[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     """Their accounts; the worker is killed while it runs some of them."""
-    # Asked first: the command takes as long as a short answer.
-    pids = {worker["name"]: worker["pid"] for worker in mesh.services("decode")}
+    pids = {worker.name: worker.pid for worker in mesh.records("decode")}
     addresses = metrics_addresses(mesh)
     answers = asyncio.gather(*requests)
     while not answers.done():
         for name, pid in pids.items():
             num_running = await asyncio.to_thread(metric, addresses[name], "pdmesh_engine_running")
             if num_running:
+                assert pid is not None
                 os.kill(pid, signal.SIGKILL)
                 return await answers
     raise AssertionError("they were over before a worker was seen at work")

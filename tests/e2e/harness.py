@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Queue
@@ -15,7 +16,9 @@ import openai
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from mesh.home import Home, MeshState, ServiceRecord
 from mesh.ports import find_free_ports
+from mesh.supervisor import find_process
 
 MODEL = "smollm2-135m-instruct"
 # Without keys any will do.
@@ -28,6 +31,8 @@ class RunningMesh:
 
     home: Path
     port: int
+    # From the command to the first request that it could have answered.
+    ready_after_s: float
 
     @property
     def url(self) -> str:
@@ -35,6 +40,30 @@ class RunningMesh:
 
     def pdmesh(self, *arguments: str, check: bool = True) -> str:
         return pdmesh(self.home, *arguments, check=check)
+
+    @property
+    def state(self) -> MeshState:
+        """What its supervisor last wrote: at once, where `status` is a command that asks all."""
+        state = Home(self.home).read_state()
+        assert state is not None, "the mesh runs"
+        return state
+
+    def records(self, role: str = "") -> list[ServiceRecord]:
+        return [one for one in self.state.services if one.name.startswith(role)]
+
+    def is_whole(self) -> bool:
+        """Whether every process lives and was seen to serve."""
+        return all(
+            one.state == "running" and find_process(one) is not None for one in self.records()
+        )
+
+    def busy(self, role: str) -> list[ServiceRecord]:
+        """The workers that compute something, by their own word."""
+        return [
+            one
+            for one in self.records(role)
+            if metric(one.metrics_address, "pdmesh_engine_running")
+        ]
 
     def status(self) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(self.pdmesh("status", "--json"))
@@ -72,11 +101,12 @@ def start_mesh(
     if not (home / "models").exists():
         (home / "models").symlink_to(model_home / "models")
     port = port or find_free_ports(1)[0]
+    started = time.monotonic()
     pdmesh(home, "up", "--detach", "--port", str(port), *arguments)
-    return RunningMesh(home, port)
+    return RunningMesh(home, port, time.monotonic() - started)
 
 
-def metric(url: str, name: str) -> float:
+def metric(url: str | None, name: str) -> float:
     """The sum of a metric's series, by a service's own word."""
     text = httpx.get(f"http://{url}/metrics").text
     lines = [line for line in text.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
@@ -84,8 +114,7 @@ def metric(url: str, name: str) -> float:
 
 
 def metrics_addresses(mesh: RunningMesh) -> dict[str, str]:
-    services = mesh.status()["services"]
-    return {one["name"]: one["metrics_address"] for one in services if one["metrics_address"]}
+    return {one.name: one.metrics_address for one in mesh.records() if one.metrics_address}
 
 
 @dataclass

@@ -30,16 +30,16 @@ def reflected_services(address: str) -> set[str]:
 
 @pytest.mark.parametrize("role", SERVED_BY)
 def test_reflection_lists_the_service_and_its_health(mesh: RunningMesh, role: str) -> None:
-    service = mesh.services(role)[0]
+    address = mesh.records(role)[0].address
 
-    names = reflected_services(service.get("grpc_address", service["address"]))
+    names = reflected_services(mesh.state.grpc_address if role == "gateway" else address)
 
     assert {SERVED_BY[role], "grpc.health.v1.Health"} <= names
 
 
 @pytest.fixture
 def stub(mesh: RunningMesh) -> Iterator[inference_pb2_grpc.InferenceServiceStub]:
-    with grpc.insecure_channel(mesh.status()["grpc_address"]) as channel:
+    with grpc.insecure_channel(mesh.state.grpc_address) as channel:
         yield inference_pb2_grpc.InferenceServiceStub(channel)
 
 

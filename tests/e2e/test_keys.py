@@ -129,8 +129,7 @@ def _within(seconds: float, is_so: Callable[[], bool]) -> None:
 
 
 def _over_grpc(locked: Locked) -> str:
-    state = locked.mesh.status()
-    with grpc.insecure_channel(state["grpc_address"]) as channel:
+    with grpc.insecure_channel(locked.mesh.state.grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         responses = stub.Generate(
             inference_pb2.GenerateRequest(

@@ -22,9 +22,9 @@ def test_a_worker_holds_its_weights_its_kv_and_little_else(
             model="smollm2-135m-instruct", prompt="The capital of France is", max_tokens=8
         )
 
-    for worker in mesh.services(role):
-        process = psutil.Process(worker["pid"])
+    for worker in mesh.records(role):
+        process = psutil.Process(worker.pid)
         kv_bytes = sum(each.rss for each in process.memory_maps() if "/dev/shm/" in each.path)
         assert kv_bytes > 300 * MIB
         other = process.memory_info().rss - kv_bytes - weights.stat().st_size
-        assert other <= MAX_OTHER_BYTES, f"{worker['name']}: {other / MIB:.0f} MiB"
+        assert other <= MAX_OTHER_BYTES, f"{worker.name}: {other / MIB:.0f} MiB"

@@ -1,7 +1,8 @@
 """Over the whole mesh, disaggregated and local, the tokens are those of `transformers`."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 # Prompts up to this length, and tokens of each. More is for `make bit-equality`; what one engine
 # makes of all prompts is compared with transformers by tests/engine/test_parity.py.
-SOME = (700, 32)
+SOME = (200, 24)
 ALL = (4000, 100)
 AT_ONCE = 16
 EXACT = ["--dtype", "float32"]
@@ -35,7 +36,7 @@ async def generate_all(
 ) -> dict[str, list[int]]:
     """Greedy tokens of every prompt, `AT_ONCE` requests in flight."""
     turn = asyncio.Semaphore(AT_ONCE)
-    async with grpc.aio.insecure_channel(mesh.status()["grpc_address"]) as channel:
+    async with grpc.aio.insecure_channel(mesh.state.grpc_address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
         async def generate(token_ids: list[int]) -> list[int]:
@@ -54,6 +55,24 @@ async def generate_all(
     return dict(zip(prompts, answers, strict=True))
 
 
+@asynccontextmanager
+async def both_modes(folder: Path, model_home: Path) -> AsyncIterator[dict[str, RunningMesh]]:
+    """A mesh of each, started and ended together."""
+    modes = ("disaggregated", "local")
+    try:
+        started = await asyncio.gather(
+            *(
+                asyncio.to_thread(
+                    start_mesh, folder / mode, model_home, *EXACT, f"--set=scheduler.mode={mode}"
+                )
+                for mode in modes
+            )
+        )
+        yield dict(zip(modes, started, strict=True))
+    finally:
+        await asyncio.gather(*(asyncio.to_thread(pdmesh, folder / mode, "down") for mode in modes))
+
+
 @pytest.mark.parametrize("extent", [SOME, pytest.param(ALL, marks=pytest.mark.exhaustive)])
 async def test_both_modes_give_the_tokens_of_transformers(
     extent: tuple[int, int],
@@ -65,17 +84,14 @@ async def test_both_modes_give_the_tokens_of_transformers(
     max_prompt_tokens, num_tokens = extent
     chosen = {name: ids for name, ids in prompts.items() if len(ids) <= max_prompt_tokens}
     assert len(chosen) >= 16
-    answers: dict[str, dict[str, list[int]]] = {}
-    for mode in ("disaggregated", "local"):
-        arguments = (*EXACT, "--set", f"scheduler.mode={mode}")
-        mesh = await asyncio.to_thread(start_mesh, tmp_path / mode, model_home, *arguments)
-        try:
-            answers[mode] = await generate_all(mesh, chosen, num_tokens)
-            pulls = mesh.services("kv_transfer")[0]["pulls"]
-        finally:
-            await asyncio.to_thread(pdmesh, mesh.home, "down")
-        assert (pulls > 0) == (mode == "disaggregated")
+    async with both_modes(tmp_path, model_home) as meshes:
+        answers = {
+            mode: await generate_all(mesh, chosen, num_tokens) for mode, mesh in meshes.items()
+        }
+        pulls = {mode: mesh.services("kv_transfer")[0]["pulls"] for mode, mesh in meshes.items()}
 
+    assert pulls["disaggregated"] > 0
+    assert pulls["local"] == 0
     assert answers["local"] == answers["disaggregated"]
     oracle = Oracle(smollm2_path)
     for name, output_token_ids in answers["local"].items():

@@ -35,33 +35,33 @@ def test_a_drained_worker_loses_no_stream_and_does_not_come_back(
             text += choice.text
             reason = choice.finish_reason or reason
         if number == 10:
-            [worker] = [s for s in mesh.services("decode") if s["engine"]["running"]]
-            drain = start_pdmesh(mesh.home, "drain", worker["name"])
+            [worker] = mesh.busy("decode")
+            drain = start_pdmesh(mesh.home, "drain", worker.name)
 
     assert drain is not None
     assert "is drained" in finish(drain)
     assert (text, reason) == (undisturbed, "length")
-    assert worker["name"] not in names(mesh, "decode")
+    assert worker.name not in names(mesh, "decode")
     assert len(names(mesh, "decode")) == 1
     assert " Paris" in answer(client)
 
-    assert mesh.pdmesh("scale", "decode=2") == f"{worker['name']} serves\n"
+    assert mesh.pdmesh("scale", "decode=2") == f"{worker.name} serves\n"
     assert names(mesh, "decode") == {"decode-0", "decode-1"}
 
 
 def test_a_worker_is_replaced_by_a_new_process_without_failing_a_request(
     mesh: RunningMesh, client: openai.OpenAI
 ) -> None:
-    [before] = [s for s in mesh.services("decode") if s["name"] == "decode-0"]
+    [before] = mesh.records("decode-0")
 
     restart = start_pdmesh(mesh.home, "drain", "decode-0", "--restart")
     while restart.poll() is None:
         assert " Paris" in answer(client)
 
     assert "and serves again" in finish(restart)
-    [after] = [s for s in mesh.services("decode") if s["name"] == "decode-0"]
-    assert after["pid"] != before["pid"]
-    assert after["state"] == "ok"
+    [after] = mesh.records("decode-0")
+    assert after.pid != before.pid
+    assert after.state == "running"
 
 
 def test_a_mesh_serves_without_the_prefill_worker_that_left(
@@ -122,7 +122,7 @@ def placed_workers(mesh: RunningMesh) -> set[str]:
 
 
 def names(mesh: RunningMesh, role: str) -> set[str]:
-    return {service["name"] for service in mesh.services(role)}
+    return {service.name for service in mesh.records(role)}
 
 
 def answer(client: openai.OpenAI) -> str:
