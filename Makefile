@@ -6,7 +6,8 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 PYTEST_ARGS ?=
 PARALLEL ?= --numprocesses 2 --dist loadfile
 # Tests of whole meshes wait as much as they compute: those that share one run beside the others.
-OWN_MESH_TESTS := tests/chaos $(addprefix tests/e2e/,test_parity.py test_keys.py test_identity_local.py)
+OWN_MESH_TESTS := tests/chaos $(addprefix tests/e2e/, \
+	test_parity.py test_keys.py test_identity_local.py test_schemathesis.py)
 
 .PHONY: setup setup-dev trace-ui nginx browser promtool mooncake node-client fuzz run test test-shared-mesh test-own-meshes chaos bit-equality check protos docs bench clean
 
