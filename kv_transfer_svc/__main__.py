@@ -1,7 +1,8 @@
 """`python -m kv_transfer_svc`: the transfer agent as a process."""
 
-import asyncio
 import sys
+
+import uvloop
 
 from kv_transfer_svc.app import run
 from kv_transfer_svc.config import KvTransferConfig
@@ -22,7 +23,7 @@ def main() -> None:
     metrics.listen(config.metrics_listen, vllm_names=config.vllm_metrics)
     answer_soon()
     try:
-        asyncio.run(run(config))
+        uvloop.run(run(config))
     except MooncakeMissing as error:
         print(f"remote_transport: {error}", file=sys.stderr)
         raise SystemExit(2) from error

@@ -43,7 +43,7 @@ class BlockReplica:
         model: str,
         *,
         table: BlockTable | None = None,
-        interval_s: float = 0.05,
+        interval_s: float = 0.1,
         audit_s: float = 1.0,
         idle_audit_s: float = 4.0,
         max_wait_s: float = 1.0,
@@ -68,6 +68,7 @@ class BlockReplica:
         self._loaded_at: dict[str, tuple[int, int]] = {}
         self._stale: set[str] = set()
         self._missing_since: dict[str, float] = {}
+        self._heard_something = False
         self.is_ready = False
 
     @property
@@ -86,7 +87,8 @@ class BlockReplica:
                 if not has_more:
                     # Events that follow each other closely are read together.
                     await asyncio.sleep(self._interval_s)
-                    await self._wait()
+                    if not self._heard_something:
+                        await self._wait()
             except (RedisError, OSError) as error:
                 if not is_out:
                     logger.warning("block index does not answer", extra={"error": repr(error)})
@@ -106,6 +108,8 @@ class BlockReplica:
             self._audit_at = self._clock() + (self._idle_audit_s if is_idle else self._audit_s)
         else:
             num_events = await self._follow()
+        # Where there was something, there is something again: to ask costs less than to wait.
+        self._heard_something = num_events > 0
         while self._stale:
             await self._load(next(iter(self._stale)))
         self.is_ready = True

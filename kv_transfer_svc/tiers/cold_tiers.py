@@ -172,13 +172,16 @@ class ColdTiers:
         return sources
 
     def _keep(self, blocks: Sequence[TierBlock]) -> None:
+        num_stored = 0
         for block in blocks:
             evicted = self.host.put(block)
             if block not in evicted:
                 self._on_change(block.model, "host", [block.key], ())
-                metrics.KV_TIER_STORED.add(1, {"tier": "host"})
+                num_stored += 1
             for old in evicted:
                 self._on_change(old.model, "host", (), [old.key])
+        if num_stored:
+            metrics.KV_TIER_STORED.add(num_stored, {"tier": "host"})
         if self._writer is not None:
             self._writer.offer(blocks)
 

@@ -83,6 +83,19 @@ async def test_blocks_are_published_and_forgotten_at_the_end() -> None:
     assert index.known == set()
 
 
+async def test_what_changes_soon_after_a_call_goes_out_together() -> None:
+    index = FakeIndex()
+    async with publisher_of(index, gather_s=0.05) as publisher:
+        publisher.offer(BlockEvents(stored=[A]))
+        await wait_until(lambda: index.known == {A})
+        for key in (B, C):
+            publisher.offer(BlockEvents(stored=[key]))
+            await asyncio.sleep(0.005)
+        await wait_until(lambda: index.known == {A, B, C})
+
+        assert index.num_calls == 2
+
+
 async def test_steps_during_a_slow_call_go_out_together() -> None:
     index = FakeIndex()
     async with publisher_of(index) as publisher:
