@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from decode_svc.config import DecodeConfig
+from decode_svc.feeds import Feeds, OpenFeed
 from decode_svc.generation import Generator, Transfer
 from decode_svc.kv_holder import RemoteKv
 from decode_svc.kv_import import KvImporter, KvImportLimits
@@ -30,10 +31,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Nothing of a request outlives its call but a transfer in flight, which ends by itself."""
 
-    def __init__(self, model: str, engine: EnginePort, generator: Generator) -> None:
+    def __init__(self, model: str, engine: EnginePort, generator: Generator, feeds: Feeds) -> None:
         self._model = model
         self._engine = engine
         self._generator = generator
+        self._feeds = feeds
         self._num_requests = itertools.count(1)
 
     async def Decode(
@@ -47,8 +49,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             remote = RemoteKv(request.kv_handle, deadline, request.awaits_first_token)
         transfer = Transfer()
         load = LoadSamples(self._engine)
+        feed = self._feed_of(request)
         last: TokenOutput | None = None
-        num_tokens = 0
+        num_tokens = num_fed_tokens = 0
         try:
             with run_span("decode.run", decoding) as span:
                 outputs = self._generator.generate(
@@ -56,12 +59,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 )
                 async with aclosing(outputs):
                     async for tokens in outputs:
+                        load.take()
+                        num_tokens += len(tokens)
                         if last is None:
                             span.add_event("first_token")
+                            yield _first_response(tokens, transfer, is_fed=feed is not None)
+                        elif feed is not None:
+                            feed.put(request.feed_sequence_id, [token.token_id for token in tokens])
+                            num_fed_tokens += len(tokens)
+                        else:
+                            chunk = translate.to_token_chunk(tokens)
+                            yield decode_pb2.DecodeResponse(tokens=chunk)
                         last = tokens[-1]
-                        num_tokens += len(tokens)
-                        load.take()
-                        yield _to_response(tokens, transfer)
                 assert last is not None, "a request ends with a token or an error"
                 assert last.timings is not None, "the last token carries the timings"
                 _measure(num_tokens, last.timings, self._model)
@@ -71,7 +80,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             state = "transfer" if transfer.is_running else "decode"
             metrics.ABORTED.add(1, {"state": state})
             raise
-        yield decode_pb2.DecodeResponse(finished=_finished(last, transfer, load))
+        finished = _finished(last, transfer, load)
+        finished.num_fed_tokens = num_fed_tokens
+        yield decode_pb2.DecodeResponse(finished=finished)
+
+    async def Feed(
+        self, request: decode_pb2.FeedRequest, context: Context
+    ) -> AsyncGenerator[decode_pb2.FeedResponse, None]:
+        async with aclosing(self._feeds.serve(request.feed_id)) as messages:
+            async for message in messages:
+                yield message
 
     async def GetLoad(
         self, request: decode_pb2.DecodeServiceGetLoadRequest, context: Context
@@ -79,6 +97,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb2.DecodeServiceGetLoadResponse(
             load=translate.to_engine_load(self._engine.load())
         )
+
+    def _feed_of(self, request: decode_pb2.DecodeRequest) -> OpenFeed | None:
+        if request.sampling_params.HasField("num_logprobs"):
+            return None
+        return self._feeds.get(request.feed_id)
 
     def _to_engine_request(self, request: decode_pb2.DecodeRequest) -> Request:
         return Request(
@@ -91,8 +114,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         )
 
 
-def _to_response(tokens: Sequence[TokenOutput], transfer: Transfer) -> decode_pb2.DecodeResponse:
-    response = decode_pb2.DecodeResponse(tokens=translate.to_token_chunk(tokens))
+def _first_response(
+    tokens: Sequence[TokenOutput], transfer: Transfer, *, is_fed: bool
+) -> decode_pb2.DecodeResponse:
+    response = decode_pb2.DecodeResponse(tokens=translate.to_token_chunk(tokens), is_fed=is_fed)
     if (so_far := tokens[0].timings_so_far) is not None:
         response.timings.extend(_stages(so_far, transfer))
         response.num_cached_tokens = tokens[0].num_cached_tokens
@@ -155,12 +180,19 @@ def decode_service(config: DecodeConfig) -> Service:
             limits=KvImportLimits(config.kv_pull_timeout_s, config.kv_release_timeout_s),
         )
         generator = Generator(worker.requests, worker.streams, importer, untiered=worker.engine)
+        feeds = Feeds()
         worker.server.add(
             decode_pb2_grpc.add_DecodeServiceServicer_to_server,
-            DecodeServicer(config.model, worker.requests, generator),
+            DecodeServicer(config.model, worker.requests, generator, feeds),
             "mesh.v1.DecodeService",
         )
+
+        async def quiescence() -> None:
+            # No decode runs any more: nothing will come through them.
+            feeds.close()
+            await importer.wait_until_idle()
+
         async with importer:
-            yield importer.wait_until_idle
+            yield quiescence
 
     return serving

@@ -1,6 +1,5 @@
 """The two ways to answer a generation: as a whole, or as a stream of events."""
 
-import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from gateway.errors import OK, to_answer
 from gateway.generation import Job
 from gateway.openai.api import Api, ApiRequest, usage_object
 from gateway.openai.responses import Usage
+from gateway.patience import Patience
 from gateway.record import RequestRecord
 
 
@@ -97,8 +97,12 @@ class EventStream(Answer):
 
     async def send(self, choices: Choices, send: Send) -> None:
         """Stream until all choices end; raises what one of them raised."""
-        while (item := await self._next(choices, send)) is not None:
-            await self._write(send, self._events(item))
+        patience = Patience()
+        try:
+            while (item := await self._next(choices, send, patience)) is not None:
+                await self._write(send, self._events(item))
+        finally:
+            patience.close()
         last = sse.event(self._usage_chunk()) if self._request.includes_usage() else b""
         await self._write(send, last + sse.DONE, is_last=True)
 
@@ -106,11 +110,11 @@ class EventStream(Answer):
         """End a stream that has started: never with a finish reason."""
         await self._write(send, sse.event(to_answer(error).body) + sse.DONE, is_last=True)
 
-    async def _next(self, choices: Choices, send: Send) -> ChoiceDelta | None:
+    async def _next(self, choices: Choices, send: Send, patience: Patience) -> ChoiceDelta | None:
         while True:
             wait_s = self._keep_alive_interval_s if self._has_started else self._header_wait_s
             try:
-                async with asyncio.timeout(wait_s):
+                with patience.for_(wait_s):
                     return await choices.next()
             except TimeoutError:
                 await self._write(send, sse.KEEP_ALIVE)

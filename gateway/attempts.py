@@ -3,10 +3,13 @@
 import asyncio
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gateway.generation import Job
 from mesh import metrics
+from mesh.client import is_connection_lost
 from mesh.errors import (
     Draining,
     KvLeaseExpired,
@@ -25,6 +28,19 @@ _MAX_DELAY_S = 1.0
 
 class WorkerLost(WorkerUnavailable):
     """The connection to a worker broke, or nothing came over it for too long."""
+
+
+@contextmanager
+def worker_losses(worker_id: str, timeout_s: float) -> Iterator[None]:
+    """Turn what a wait for a worker's message raises into WorkerLost, where that is what it is."""
+    try:
+        yield
+    except TimeoutError:
+        raise WorkerLost(f"{worker_id} was silent for {timeout_s:g} s") from None
+    except MeshError as error:
+        if is_connection_lost(error):
+            raise WorkerLost(f"{worker_id}: {error}") from error
+        raise
 
 
 @dataclass(frozen=True)

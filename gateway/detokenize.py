@@ -11,6 +11,7 @@ from typing import Any, Self
 import grpc
 
 from gateway.generation import Chunk, Delta, Finish, Job
+from gateway.patience import Patience
 from mesh.errors import DeadlineExceeded, InternalError
 from mesh.telemetry import current_traceparent
 from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
@@ -96,6 +97,7 @@ class TextSequence:
         self._id = sequence_id
         self._job = job
         self._append_timeout_s = append_timeout_s
+        self._patience = Patience()
         self._connection: _Connection | None = None
         # What a tokenizer that knows nothing of the sequence must be told.
         self._token_ids: list[int] = []
@@ -111,6 +113,7 @@ class TextSequence:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._patience.close()
         if self._connection is not None and not self._is_over:
             self._connection.send(
                 tokenizer_pb2.DetokenizeRequest(
@@ -143,7 +146,7 @@ class TextSequence:
             describe_token_ids=described,
         )
         try:
-            async with asyncio.timeout(self._append_timeout_s):
+            with self._patience.for_(self._append_timeout_s):
                 while True:
                     try:
                         return await self._send(append, num_known)

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 import grpc
 
-from gateway.attempts import WorkerLost
+from gateway.attempts import worker_losses
 from gateway.generation import Chunk, Finish, Job
 from gateway.kv_release import KvReleases
-from mesh.client import Channels, is_connection_lost, mesh_errors
+from gateway.token_feeds import DecodeStream, TokenFeeds
+from mesh.client import Channels, mesh_errors
 from mesh.errors import MeshError, WorkerUnavailable
 from mesh.telemetry import use_span
 from mesh.v1 import (
     decode_pb2,
-    decode_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
     scheduler_pb2,
@@ -25,7 +25,6 @@ from mesh.v1 import (
 
 Response = TypeVar("Response")
 PrefillCall = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
-DecodeCall = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
 
 
 @dataclass
@@ -38,7 +37,7 @@ class FirstToken:
     # A decode worker has pulled the blocks and given them back.
     is_taken: bool = False
     # It has been doing so since the prompt's first chunk was computed.
-    decode_call: "DecodeCall | None" = None
+    decode_stream: DecodeStream | None = None
 
 
 class Workers:
@@ -51,6 +50,7 @@ class Workers:
         self._start_timeout_s = start_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._releases = KvReleases(channels)
+        self._feeds = TokenFeeds(channels)
 
     @asynccontextmanager
     async def prefill(
@@ -65,21 +65,21 @@ class Workers:
         so: the first token does not depend on it. Leaving, by an exception or by closing, ends
         both calls and gives the KV back.
         """
-        decode_call: DecodeCall | None = None
+        decode_stream: DecodeStream | None = None
 
         def decode_ahead(handle: types_pb2.KvHandle) -> None:
-            nonlocal decode_call
+            nonlocal decode_stream
             if job.num_tokens_left > 1:
-                decode_call = self._call_decode(job, successor, handle, awaits_first_token=True)
+                decode_stream = self._begin_decode(job, successor, handle, awaits_first_token=True)
 
         first: FirstToken | None = None
         try:
             first = _first_token(await self._run_prefill(job, worker, decode_ahead))
-            first.decode_call = decode_call
+            first.decode_stream = decode_stream
             yield first
         finally:
-            if decode_call is not None:
-                decode_call.cancel()
+            if decode_stream is not None:
+                decode_stream.close()
             if first is not None and first.kv_handle is not None and not first.is_taken:
                 self._releases.release(worker.address, first.kv_handle.handle_id)
 
@@ -90,12 +90,12 @@ class Workers:
         first: FirstToken | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Tokens until the sequence ends; the last chunk says why. Closing it aborts."""
-        call = None if first is None else first.decode_call
-        if call is None:
-            call = self._call_decode(job, worker, None if first is None else first.kv_handle)
+        stream = None if first is None else first.decode_stream
+        if stream is None:
+            stream = self._begin_decode(job, worker, None if first is None else first.kv_handle)
         job.trace.timeline.begin_stream()
         try:
-            async with aclosing(self._chunks(call, job, worker)) as chunks:
+            async with aclosing(self._chunks(stream, job, worker)) as chunks:
                 async for chunk in chunks:
                     if first is not None:
                         first.is_taken = True
@@ -107,36 +107,34 @@ class Workers:
             raise
         finally:
             job.trace.timeline.end_stream()
-            call.cancel()
+            stream.close()
 
     async def close(self) -> None:
         """Wait for KV that is being given back."""
+        await self._feeds.close()
         await self._releases.close()
 
-    def _call_decode(
+    def _begin_decode(
         self,
         job: Job,
         worker: scheduler_pb2.WorkerRef,
         kv_handle: types_pb2.KvHandle | None,
         *,
         awaits_first_token: bool = False,
-    ) -> DecodeCall:
-        stub = decode_pb2_grpc.DecodeServiceStub(self._channels.get(worker.address))
+    ) -> DecodeStream:
+        request = decode_pb2.DecodeRequest(
+            request_id=job.request_id,
+            model=job.model,
+            prompt_token_ids=job.prompt_token_ids,
+            output_token_ids=job.output_token_ids,
+            sampling_params=job.sampling_params,
+            kv_handle=kv_handle,
+            cache_salt=job.request.cache_salt,
+            awaits_first_token=awaits_first_token,
+            skips_tiers=worker.has_no_tiered_blocks,
+        )
         with use_span(job.trace.attempt_span):
-            return stub.Decode(
-                decode_pb2.DecodeRequest(
-                    request_id=job.request_id,
-                    model=job.model,
-                    prompt_token_ids=job.prompt_token_ids,
-                    output_token_ids=job.output_token_ids,
-                    sampling_params=job.sampling_params,
-                    kv_handle=kv_handle,
-                    cache_salt=job.request.cache_salt,
-                    awaits_first_token=awaits_first_token,
-                    skips_tiers=worker.has_no_tiered_blocks,
-                ),
-                timeout=job.deadline.remaining_s(),
-            )
+            return self._feeds.decode(worker.address, request, job.deadline.remaining_s())
 
     async def _run_prefill(
         self,
@@ -187,7 +185,7 @@ class Workers:
 
     async def _chunks(
         self,
-        call: DecodeCall,
+        stream: DecodeStream,
         job: Job,
         worker: scheduler_pb2.WorkerRef,
     ) -> AsyncGenerator[Chunk, None]:
@@ -199,24 +197,29 @@ class Workers:
         timeout_s = self._start_timeout_s
         held: Chunk | None = None
         try:
-            while (response := await _read(call, timeout_s, worker)) is not None:
+            while (message := await stream.read(timeout_s, worker.worker_id)) is not None:
                 timeout_s = self._stall_timeout_s
-                job.trace.timeline.received(response.timings)
-                if response.HasField("num_cached_tokens"):
-                    _note_cached(job, response.num_cached_tokens)
-                if held is not None and response.HasField("tokens"):
+                if isinstance(message, decode_pb2.DecodeResponse):
+                    job.trace.timeline.received(message.timings)
+                    if message.HasField("num_cached_tokens"):
+                        _note_cached(job, message.num_cached_tokens)
+                    if message.HasField("finished"):
+                        _note(job, message.finished)
+                        yield _last_chunk(held, message.finished)
+                        return
+                    if not message.HasField("tokens"):
+                        continue
+                    chunk = _to_chunk(message.tokens)
+                else:
+                    job.trace.timeline.received()
+                    chunk = Chunk(message)
+                if held is not None:
                     yield held
                     held = None
-                if response.HasField("tokens"):
-                    chunk = _to_chunk(response.tokens)
-                    if job.ending(chunk.token_ids) is None:
-                        yield chunk
-                    else:
-                        held = chunk
-                elif response.HasField("finished"):
-                    _note(job, response.finished)
-                    yield _last_chunk(held, response.finished)
-                    return
+                if job.ending(chunk.token_ids) is None:
+                    yield chunk
+                else:
+                    held = chunk
         except MeshError:
             if held is None:
                 raise
@@ -231,16 +234,10 @@ async def _read(
     worker: scheduler_pb2.WorkerRef,
 ) -> Response | None:
     """The next message, None at the end; a silent worker counts as lost."""
-    try:
+    with worker_losses(worker.worker_id, timeout_s):
         async with asyncio.timeout(timeout_s):
             with mesh_errors():
                 response = await call.read()
-    except TimeoutError:
-        raise WorkerLost(f"{worker.worker_id} was silent for {timeout_s:g} s") from None
-    except MeshError as error:
-        if is_connection_lost(error):
-            raise WorkerLost(f"{worker.worker_id}: {error}") from error
-        raise
     return None if response is grpc.aio.EOF else response  # type: ignore[return-value]
 
 

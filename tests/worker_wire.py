@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from decode_svc.feeds import Feeds
 from decode_svc.generation import Generator
 from decode_svc.kv_import import KvImporter, KvImportLimits
 from decode_svc.service import DecodeServicer
@@ -244,6 +245,7 @@ class DecodeRig:
     def __init__(self, engine: EnginePort, limits: KvImportLimits | None = None) -> None:
         self.server = MeshServer()
         self.streams = ActiveStreams()
+        self.feeds = Feeds()
         self.channels = Channels()
         self.holder = ScriptedHolder()
         self.agent = ScriptedAgent()
@@ -260,7 +262,9 @@ class DecodeRig:
         )
         self.server.add(
             decode_pb2_grpc.add_DecodeServiceServicer_to_server,
-            DecodeServicer(MODEL, engine, Generator(engine, self.streams, self.importer)),
+            DecodeServicer(
+                MODEL, engine, Generator(engine, self.streams, self.importer), self.feeds
+            ),
             "mesh.v1.DecodeService",
         )
         self.holder_server.add(

@@ -34,6 +34,8 @@ class DecodeRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     AWAITS_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     SKIPS_TIERS_FIELD_NUMBER: _builtins.int
+    FEED_ID_FIELD_NUMBER: _builtins.int
+    FEED_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id from the gateway, unique among running requests."""
     model: _builtins.str
@@ -46,6 +48,12 @@ class DecodeRequest(_message.Message):
     """
     skips_tiers: _builtins.bool
     """The machine's colder tiers have nothing of the prompt: they are not asked."""
+    feed_id: _builtins.str
+    """Where tokens are to go after the first ones, if it is open. Empty: with this
+    call. Decodes with log-probabilities have no feed.
+    """
+    feed_sequence_id: _builtins.int
+    """Names this decode in the feed."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -74,14 +82,68 @@ class DecodeRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         awaits_first_token: _builtins.bool = ...,
         skips_tiers: _builtins.bool = ...,
+        feed_id: _builtins.str = ...,
+        feed_sequence_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_handle", b"kv_handle", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits_first_token", b"awaits_first_token", "cache_salt", b"cache_salt", "kv_handle", b"kv_handle", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "skips_tiers", b"skips_tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits_first_token", b"awaits_first_token", "cache_salt", b"cache_salt", "feed_id", b"feed_id", "feed_sequence_id", b"feed_sequence_id", "kv_handle", b"kv_handle", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "skips_tiers", b"skips_tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
+
+@_typing.final
+class FeedRequest(_message.Message):
+    """Opens a feed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FEED_ID_FIELD_NUMBER: _builtins.int
+    feed_id: _builtins.str
+    """From the caller, never used before."""
+    def __init__(
+        self,
+        *,
+        feed_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feed_id", b"feed_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeedRequest: _TypeAlias = FeedRequest  # noqa: Y015
+
+@_typing.final
+class FeedResponse(_message.Message):
+    """Tokens of several decodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each token, the decode's `feed_sequence_id`."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In each decode's order."""
+
+    def __init__(
+        self,
+        *,
+        sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_ids", b"sequence_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeedResponse: _TypeAlias = FeedResponse  # noqa: Y015
 
 @_typing.final
 class DecodeResponse(_message.Message):
@@ -93,10 +155,13 @@ class DecodeResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_FED_FIELD_NUMBER: _builtins.int
     num_cached_tokens: _builtins.int
     """With the first tokens, so that a caller who ends the stream early knows it too:
     what `DecodeFinished.num_cached_tokens` will say.
     """
+    is_fed: _builtins.bool
+    """With the first tokens: the others come through the feed."""
     @_builtins.property
     def tokens(self) -> _types_pb2.TokenChunk:
         """New tokens."""
@@ -116,10 +181,11 @@ class DecodeResponse(_message.Message):
         finished: Global___DecodeFinished | None = ...,
         timings: _abc.Iterable[_types_pb2.StageTiming] | None = ...,
         num_cached_tokens: _builtins.int | None = ...,
+        is_fed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "event", b"event", "finished", b"finished", "num_cached_tokens", b"num_cached_tokens", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "event", b"event", "finished", b"finished", "num_cached_tokens", b"num_cached_tokens", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "event", b"event", "finished", b"finished", "is_fed", b"is_fed", "num_cached_tokens", b"num_cached_tokens", "timings", b"timings", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015
@@ -146,6 +212,7 @@ class DecodeFinished(_message.Message):
     MEAN_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     MAX_KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_FED_TOKENS_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """Why."""
     matched_stop_token_id: _builtins.int
@@ -162,6 +229,8 @@ class DecodeFinished(_message.Message):
     """Share of the blocks that was held while tokens came, at most."""
     num_preemptions: _builtins.int
     """How often the request gave its blocks away to others."""
+    num_fed_tokens: _builtins.int
+    """Tokens that went through the feed; some of them may arrive after this message."""
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StageTiming]:
         """STAGE_KV_TRANSFER, STAGE_DECODE_WAIT, STAGE_DECODE_STEPS; in local mode also
@@ -179,10 +248,11 @@ class DecodeFinished(_message.Message):
         mean_batch_size: _builtins.float = ...,
         max_kv_cache_usage: _builtins.float = ...,
         num_preemptions: _builtins.int = ...,
+        num_fed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id", "matched_stop_token_id", b"matched_stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id", "finish_reason", b"finish_reason", "kv_transfer_bytes", b"kv_transfer_bytes", "matched_stop_token_id", b"matched_stop_token_id", "max_kv_cache_usage", b"max_kv_cache_usage", "mean_batch_size", b"mean_batch_size", "num_cached_tokens", b"num_cached_tokens", "num_preemptions", b"num_preemptions", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id", "finish_reason", b"finish_reason", "kv_transfer_bytes", b"kv_transfer_bytes", "matched_stop_token_id", b"matched_stop_token_id", "max_kv_cache_usage", b"max_kv_cache_usage", "mean_batch_size", b"mean_batch_size", "num_cached_tokens", b"num_cached_tokens", "num_fed_tokens", b"num_fed_tokens", "num_preemptions", b"num_preemptions", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__matched_stop_token_id: _TypeAlias = _typing.Literal["matched_stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__matched_stop_token_id: _TypeAlias = _typing.Literal["_matched_stop_token_id", b"_matched_stop_token_id"]  # noqa: Y015

@@ -41,6 +41,11 @@ class DecodeServiceStub:
                 request_serializer=mesh_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Feed = channel.unary_stream(
+                '/mesh.v1.DecodeService/Feed',
+                request_serializer=mesh_dot_v1_dot_decode__pb2.FeedRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_decode__pb2.FeedResponse.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/mesh.v1.DecodeService/GetLoad',
                 request_serializer=mesh_dot_v1_dot_decode__pb2.DecodeServiceGetLoadRequest.SerializeToString,
@@ -76,6 +81,22 @@ class DecodeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Feed(self, request, context):
+        """Streams tokens of all decodes that name this feed, those that came up together
+        in one message.
+
+        A caller with many decodes opens it once for a worker: a message costs far more
+        than the tokens in it. Nothing is lost without it: a decode whose feed is not open
+        sends its tokens on its own call. A feed ends when its caller cancels it, and when
+        the worker has drained.
+
+        Errors:
+        INVALID_ARGUMENT  no id, or one that is open already
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLoad(self, request, context):
         """Reports what the engine is doing.
         """
@@ -90,6 +111,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=mesh_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Feed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Feed,
+                    request_deserializer=mesh_dot_v1_dot_decode__pb2.FeedRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_decode__pb2.FeedResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -126,6 +152,33 @@ class DecodeService:
             '/mesh.v1.DecodeService/Decode',
             mesh_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
             mesh_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Feed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mesh.v1.DecodeService/Feed',
+            mesh_dot_v1_dot_decode__pb2.FeedRequest.SerializeToString,
+            mesh_dot_v1_dot_decode__pb2.FeedResponse.FromString,
             options,
             channel_credentials,
             insecure,

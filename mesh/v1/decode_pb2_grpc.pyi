@@ -54,6 +54,18 @@ class DecodeServiceStub:
       UNAVAILABLE         the worker is draining
       ABORTED             the prefill that was awaited failed, or cannot be reached
     """
+    Feed: _grpc.UnaryStreamMultiCallable[_decode_pb2.FeedRequest, _decode_pb2.FeedResponse]
+    """Streams tokens of all decodes that name this feed, those that came up together
+    in one message.
+
+    A caller with many decodes opens it once for a worker: a message costs far more
+    than the tokens in it. Nothing is lost without it: a decode whose feed is not open
+    sends its tokens on its own call. A feed ends when its caller cancels it, and when
+    the worker has drained.
+
+    Errors:
+      INVALID_ARGUMENT  no id, or one that is open already
+    """
     GetLoad: _grpc.UnaryUnaryMultiCallable[_decode_pb2.DecodeServiceGetLoadRequest, _decode_pb2.DecodeServiceGetLoadResponse]
     """Reports what the engine is doing."""
 
@@ -82,6 +94,18 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
       INTERNAL            the model produced no usable distribution
       UNAVAILABLE         the worker is draining
       ABORTED             the prefill that was awaited failed, or cannot be reached
+    """
+    Feed: _aio.UnaryStreamMultiCallable[_decode_pb2.FeedRequest, _decode_pb2.FeedResponse]  # type: ignore[assignment]
+    """Streams tokens of all decodes that name this feed, those that came up together
+    in one message.
+
+    A caller with many decodes opens it once for a worker: a message costs far more
+    than the tokens in it. Nothing is lost without it: a decode whose feed is not open
+    sends its tokens on its own call. A feed ends when its caller cancels it, and when
+    the worker has drained.
+
+    Errors:
+      INVALID_ARGUMENT  no id, or one that is open already
     """
     GetLoad: _aio.UnaryUnaryMultiCallable[_decode_pb2.DecodeServiceGetLoadRequest, _decode_pb2.DecodeServiceGetLoadResponse]  # type: ignore[assignment]
     """Reports what the engine is doing."""
@@ -114,6 +138,24 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
           INTERNAL            the model produced no usable distribution
           UNAVAILABLE         the worker is draining
           ABORTED             the prefill that was awaited failed, or cannot be reached
+        """
+
+    @_abc_1.abstractmethod
+    def Feed(
+        self,
+        request: _decode_pb2.FeedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.FeedResponse], _abc.AsyncIterator[_decode_pb2.FeedResponse]]:
+        """Streams tokens of all decodes that name this feed, those that came up together
+        in one message.
+
+        A caller with many decodes opens it once for a worker: a message costs far more
+        than the tokens in it. Nothing is lost without it: a decode whose feed is not open
+        sends its tokens on its own call. A feed ends when its caller cancels it, and when
+        the worker has drained.
+
+        Errors:
+          INVALID_ARGUMENT  no id, or one that is open already
         """
 
     @_abc_1.abstractmethod

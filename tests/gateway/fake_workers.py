@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import grpc
 
+from decode_svc.feeds import Feeds
 from mesh.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from tests.gateway.fake_tokenizer import EOS, Context
 
@@ -256,10 +258,13 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
     def __init__(self, model: FakeModel, prefill: FakePrefill, worker_id: str = "decode-0") -> None:
         super().__init__(model, worker_id)
         self._prefill = prefill
+        self._feeds = Feeds()
 
     def reset(self) -> None:
         super().reset()
         self.requests: list[decode_pb2.DecodeRequest] = []
+        # Tokens that nobody waits for come together through a feed: one by one without.
+        self.has_feeds = False
 
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: Context
@@ -277,6 +282,21 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
     ) -> decode_pb2.DecodeServiceGetLoadResponse:
         return decode_pb2.DecodeServiceGetLoadResponse()
 
+    @property
+    def num_feeds(self) -> int:
+        return len(self._feeds)
+
+    def break_feeds(self) -> None:
+        """End the calls; what is being decoded for them goes nowhere."""
+        self._feeds.close()
+
+    async def Feed(
+        self, request: decode_pb2.FeedRequest, context: Context
+    ) -> AsyncGenerator[decode_pb2.FeedResponse, None]:
+        async with aclosing(self._feeds.serve(request.feed_id)) as messages:
+            async for message in messages:
+                yield message
+
     async def _decode(
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
@@ -284,8 +304,10 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
             await self.start_gate.wait()
         fault = self.take_fault()
         params, outputs = request.sampling_params, list(request.output_token_ids)
-        num_produced = 0
+        num_produced = num_fed = 0
         ended = None
+        is_feedable = self.has_feeds and not params.HasField("num_logprobs")
+        feed = self._feeds.get(request.feed_id) if is_feedable else None
         if request.awaits_first_token:
             await self._prefill.finish_gate.wait()
             outputs.append(self.model.next_token(request.prompt_token_ids, outputs))
@@ -298,22 +320,29 @@ class FakeDecode(_Worker, decode_pb2_grpc.DecodeServiceServicer):
             await self.step()
             outputs.append(self.model.next_token(request.prompt_token_ids, outputs))
             is_first = len(outputs) == 1
-            yield decode_pb2.DecodeResponse(
-                tokens=chunk(outputs[-1], params, request.prompt_token_ids if is_first else ()),
-                num_cached_tokens=self.num_cached_tokens if num_produced == 0 else None,
-            )
+            if feed is not None and num_produced:
+                feed.put(request.feed_sequence_id, outputs[-1:])
+                num_fed += 1
+            else:
+                prompt = request.prompt_token_ids if is_first else ()
+                yield decode_pb2.DecodeResponse(
+                    tokens=chunk(outputs[-1], params, prompt),
+                    num_cached_tokens=self.num_cached_tokens if num_produced == 0 else None,
+                    is_fed=feed is not None,
+                )
             num_produced += 1
             ended = ending(params, outputs)
         if fault is not None and num_produced == fault.after:
             await act_out(fault, context)
             return
-        yield decode_pb2.DecodeResponse(finished=self._finish(ended))
+        yield decode_pb2.DecodeResponse(finished=self._finish(ended, num_fed))
 
     def _finish(
-        self, ended: tuple["types_pb2.FinishReason.ValueType", int | None]
+        self, ended: tuple["types_pb2.FinishReason.ValueType", int | None], num_fed: int
     ) -> decode_pb2.DecodeFinished:
         finished = decode_pb2.DecodeFinished(
             finish_reason=ended[0],
+            num_fed_tokens=num_fed,
             num_cached_tokens=self.num_cached_tokens,
             timings=[
                 types_pb2.StageTiming(stage=types_pb2.STAGE_KV_TRANSFER, duration_ms=0.0625),
