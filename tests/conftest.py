@@ -10,6 +10,9 @@ from mesh import model_store
 # As in a mesh (mesh/launch.py), and before any module loads torch: threads of torch that wait for
 # each other by spinning take the cores from those they wait for, where tests run side by side.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# As in `pdmesh up`, and before a channel is opened: gRPC's fork handlers lock up a child that is
+# forked, on its way to another program, while a channel of an earlier test lives.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 @pytest.fixture(scope="session")
