@@ -4,6 +4,10 @@ import asyncio
 from types import TracebackType
 from typing import Self
 
+# A timer that is so late says that this process was frozen, or its machine asleep. What came
+# meanwhile is still to be read: the wait may go on for as long as that.
+_ASLEEP_S = 1.0
+
 
 class Patience:
     """`asyncio.timeout` for one wait after another, all with the same timer.
@@ -62,10 +66,13 @@ class Patience:
             self._timer = None
 
     def _look(self) -> None:
-        self._timer = None
+        timer, self._timer = self._timer, None
         if self._ends_at is None or self._task is None:
             return
-        if self._loop.time() < self._ends_at:
+        now = self._loop.time()
+        if timer is not None and now - timer.when() > _ASLEEP_S:
+            self._ends_at = max(self._ends_at, now + _ASLEEP_S)
+        if now < self._ends_at:
             self._timer = self._loop.call_at(self._ends_at, self._look)
         else:
             self._is_over = True

@@ -1,6 +1,7 @@
 """One timer for waits that follow each other."""
 
 import asyncio
+import time
 from contextlib import suppress
 
 import pytest
@@ -73,3 +74,18 @@ async def test_somebody_elses_cancellation_stays_one() -> None:
         await task
     patience.close()
     assert isinstance(outcome[0], asyncio.CancelledError)
+
+
+async def test_a_process_that_was_frozen_reads_what_came_meanwhile() -> None:
+    patience = Patience()
+    loop = asyncio.get_running_loop()
+    answer = loop.create_future()
+
+    with patience.for_(0.05):
+        # The loop stands still for longer than that, and the answer takes some turns to be read.
+        loop.call_soon(time.sleep, 1.2)
+        loop.call_later(0.01, lambda: loop.call_later(0.1, answer.set_result, "here"))
+        assert await answer == "here"
+
+    with pytest.raises(TimeoutError), patience.for_(0.05):
+        await forever()
