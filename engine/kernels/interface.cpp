@@ -90,7 +90,7 @@ struct LinearCall {
       kernels.linear(weights, x, num_rows, units * thread / pool.size(),
                      units * (thread + 1) / pool.size(), epilogue,
                      scratch[static_cast<std::size_t>(thread)].data());
-      pool.barrier();
+      pool.barrier(thread);
     }
   }
 };

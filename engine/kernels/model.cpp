@@ -213,7 +213,7 @@ void Model::norm(int thread, const float* weight, const Linear& next) {
     kernels_.rms_norm(hidden_.data() + row * k, weight, config_.rms_norm_eps, k, normed);
     rows_.quantize(kernels_, next.format, row, normed, k);
   }
-  pool_.barrier();
+  pool_.barrier(thread);
 }
 
 void Model::merge_and_quantize(int thread, const Linear& next) {
@@ -227,7 +227,7 @@ void Model::quantize(int thread, const Linear& next, const float* x) {
   for (std::int64_t row = range.begin; row < range.end; ++row) {
     rows_.quantize(kernels_, next.format, row, x + row * next.k, next.k);
   }
-  pool_.barrier();
+  pool_.barrier(thread);
 }
 
 // A thread takes its own share piece by piece, in order, and then what is left of the others': one
@@ -246,7 +246,7 @@ void Model::project(int thread, std::int64_t index, const Linear& weights, const
                       epilogue, scratch);
     }
   }
-  pool_.barrier();
+  pool_.barrier(thread);
 }
 
 void Model::rotate_and_store(int thread, std::int64_t layer) {
@@ -266,7 +266,7 @@ void Model::rotate_and_store(int thread, std::int64_t layer) {
                         head_key, head_key + kv_size_);
     }
   }
-  pool_.barrier();
+  pool_.barrier(thread);
 }
 
 void Model::attend(int thread, std::int64_t layer) {
@@ -280,7 +280,7 @@ void Model::attend(int thread, std::int64_t layer) {
     tasks[current].next = index < count ? &tasks[current ^ 1] : nullptr;
     kernels_.attend(tasks[current]);
   }
-  pool_.barrier();
+  pool_.barrier(thread);
 }
 
 AttentionTask Model::attention_task(int thread, std::int64_t layer, std::int64_t index) {
@@ -335,7 +335,7 @@ void Model::head(int thread) {
                       config_.rms_norm_eps, k, normed);
     rows_.quantize(kernels_, head.format, i, normed, k);
   }
-  pool_.barrier();
+  pool_.barrier(thread);
   project(thread, config_.num_layers * kProducts, head, normed_.data(), batch_->num_logits,
           {Epilogue::Kind::kStore, batch_->logits, config_.vocab_size, config_.vocab_size});
 }

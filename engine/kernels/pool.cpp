@@ -60,11 +60,11 @@ void Event::advance() {
   }
 }
 
-void Event::wait(std::uint32_t seen) {
+bool Event::wait(std::uint32_t seen) {
   const auto end = std::chrono::steady_clock::now() + kSpinTime;
   do {
     for (int i = 0; i < kSpins; ++i) {
-      if (value_.load(std::memory_order_acquire) != seen) return;
+      if (value_.load(std::memory_order_acquire) != seen) return false;
       relax();
     }
   } while (std::chrono::steady_clock::now() < end);
@@ -72,6 +72,7 @@ void Event::wait(std::uint32_t seen) {
   sleepers_.fetch_add(1);
   changed_.wait(lock, [&] { return value_.load() != seen; });
   sleepers_.fetch_sub(1);
+  return true;
 }
 
 ThreadPool::ThreadPool(int num_threads)
@@ -95,17 +96,18 @@ void ThreadPool::run(Function function, void* context) {
   cpus_[0] = current_cpu();
   if (num_threads_ > 1) started_.advance();
   function(context, 0);
-  barrier();
+  barrier(0);
 }
 
-void ThreadPool::barrier() {
+void ThreadPool::barrier(int thread) {
   if (num_threads_ == 1) return;
+  cpus_[thread].store(current_cpu(), std::memory_order_relaxed);
   const std::uint32_t seen = passed_.value();
   if (arrived_.fetch_add(1) + 1 == num_threads_) {
     arrived_ = 0;
     passed_.advance();
-  } else {
-    passed_.wait(seen);
+  } else if (passed_.wait(seen)) {
+    spread(thread);
   }
 }
 
@@ -117,15 +119,15 @@ void ThreadPool::work(int thread) {
     if (stopping_) return;
     spread(thread);
     function_(context_, thread);
-    barrier();
+    barrier(thread);
   }
 }
 
 void ThreadPool::spread(int thread) {
   const int cpu = current_cpu();
   cpus_[thread] = cpu;
-  for (int other = 0; cpu >= 0 && other < thread; ++other) {
-    if (cpus_[other] == cpu) {
+  for (int other = 0; cpu >= 0 && other < num_threads_; ++other) {
+    if (other != thread && cpus_[other] == cpu) {
       leave_cpu(cpu);
       cpus_[thread] = current_cpu();
       return;

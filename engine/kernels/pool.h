@@ -17,8 +17,8 @@ class Event {
  public:
   std::uint32_t value() const { return value_.load(std::memory_order_acquire); }
   void advance();
-  // Returns once the value is no longer `seen`.
-  void wait(std::uint32_t seen);
+  // Returns once the value is no longer `seen`: whether the thread has slept.
+  bool wait(std::uint32_t seen);
 
  private:
   std::atomic<std::uint32_t> value_{0};
@@ -40,12 +40,13 @@ class ThreadPool {
   // Runs `function` on every thread, the caller being thread 0; one caller at a time.
   void run(Function function, void* context);
   // Called by every thread inside `run`: nobody goes on before all have come.
-  void barrier();
+  void barrier(int thread);
 
  private:
   void work(int thread);
   // A thread that was woken on the core of its waker stays there while other cores have anything
-  // to do, and the two would take turns: the team takes cores of its own for each run.
+  // to do, and the two would take turns, each spinning for the other at every barrier: who has
+  // slept looks where the others are, and moves.
   void spread(int thread);
 
   const int num_threads_;
@@ -53,7 +54,7 @@ class ThreadPool {
   void* context_ = nullptr;
   std::atomic<bool> stopping_{false};
   std::atomic<int> arrived_{0};
-  std::unique_ptr<std::atomic<int>[]> cpus_;  // where each thread was when its run began
+  std::unique_ptr<std::atomic<int>[]> cpus_;  // where each thread was last
   Event started_;
   Event passed_;
   std::vector<std::thread> threads_;
