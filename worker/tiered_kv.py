@@ -25,9 +25,6 @@ _MAX_WAITING_BLOCKS = 8192
 _STORE_TIMEOUT_S = 5.0
 _LOAD_TIMEOUT_S = 2.0
 _RETRY_DELAY_S = 1.0
-# Blocks that are filled within this after a call go into one: a batch of streams fills a block
-# with nearly every step.
-_GATHER_S = 0.1
 
 
 class TieredEnginePort(EnginePort, Protocol):
@@ -151,8 +148,6 @@ class TieredKv:
                 await asyncio.sleep(_RETRY_DELAY_S)
             else:
                 is_reported = False
-                if len(self._filled) < _MAX_BLOCKS_PER_CALL:
-                    await asyncio.sleep(_GATHER_S)
 
     async def _store_some(self) -> None:
         keys = list(islice(self._filled, _MAX_BLOCKS_PER_CALL))
