@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from engine.quantization_config import (
     CheckpointQuantization,
@@ -94,6 +94,8 @@ BackendName = Literal["native", "torch"]
 DtypeName = Literal["float32", "bfloat16"]
 # How weights are stored; "none" is the dtype.
 QuantizationName = Literal["none", "int8", "int4", "int4_channel"]
+# Of these, what stores weights as whole numbers.
+INTEGER_WEIGHTS = frozenset(get_args(QuantizationName)) - {"none"}
 KvDtypeName = Literal["float32", "bfloat16", "int8", "fp8"]
 
 

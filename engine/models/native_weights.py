@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engine.config import ModelConfig
+from engine.config import INTEGER_WEIGHTS, ModelConfig
 from engine.kernels.formats import WeightFormat
 from engine.kernels.library import LayerStruct, LinearStruct, address, linear_struct
 from engine.kernels.native_llama import PackedModel, pack_model
@@ -37,7 +37,6 @@ SOURCE_GGUF = "source.gguf"
 _FOLDER = ".packed"
 _LENGTH_BYTES = 8
 _HEADER_KEYS = {"matrices", "arrays", "num_bytes", "checksum"}
-_INTEGER_NAMES = ("int8", "int4", "int4_channel")
 _MATRICES = ("qkv", "output", "gate_up", "down")
 _NORMS = ("input_norm", "post_attention_norm")
 
@@ -136,7 +135,7 @@ def source_weights(
                     f" serves this checkpoint"
                 )
     source: dict[str, Any] = {}
-    if name in _INTEGER_NAMES and has_quantized_source(folder):
+    if name in INTEGER_WEIGHTS and has_quantized_source(folder):
         # Imported here: of the files that workers read, mostly none is a GGUF.
         from engine.kernels.gguf_weights import read_gguf_weights
 
@@ -176,7 +175,7 @@ def _pack(folder: Path, config: ModelConfig, name: WeightsName) -> PackedModel:
 
 def _key(folder: Path, name: WeightsName) -> str:
     """Changes with the weights and with the layout, which is the same on every CPU."""
-    files = ["*.safetensors", SOURCE_GGUF] if name in _INTEGER_NAMES else ["*.safetensors"]
+    files = ["*.safetensors", SOURCE_GGUF] if name in INTEGER_WEIGHTS else ["*.safetensors"]
     revision = model_revision(folder, files)
     return hashlib.sha256(f"{revision} {PACK_VERSION}".encode()).hexdigest()[:16]
 

@@ -7,7 +7,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.config import BackendName, DtypeName, EngineConfig, KvDtypeName, ModelConfig, ModelError
+from engine.config import (
+    INTEGER_WEIGHTS,
+    BackendName,
+    DtypeName,
+    EngineConfig,
+    KvDtypeName,
+    ModelConfig,
+    ModelError,
+)
 from engine.forward_batch import ForwardBatch
 from engine.kernels.library import load_library
 from engine.kv_cache import KvCache, KvCacheLayout
@@ -96,7 +104,7 @@ def choose(config: EngineConfig, model_config: ModelConfig, max_model_len: int) 
             ("quantization", config.quantization),
             ("kv_cache_dtype", config.kv_cache_dtype),
         ):
-            if value in ("int8", "int4", "int4_channel", "fp8"):
+            if value in INTEGER_WEIGHTS or value in ("int8", "fp8"):
                 why = obstacle or "backend is torch"
                 raise BackendError(f"{name} {value} needs the native backend: {why}")
     weights = _choose_weights(config, model_config, is_native)
