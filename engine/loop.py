@@ -23,6 +23,9 @@ from engine.request import (
 
 logger = logging.getLogger(__name__)
 
+# The shortest that leaves the event loop time to wake up.
+_FIRST_TOKEN_PAUSE_S = 50e-6
+
 
 class _Stream:
     """The way of one request's events to its caller.
@@ -49,12 +52,15 @@ class EngineLoop:
         engine: Engine,
         on_block_events: Callable[[BlockEvents], None] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        on_thread_start: Callable[[], None] | None = None,
     ) -> None:
         """`on_block_events` is called on the event loop; for evicted blocks, it is scheduled
-        before they are overwritten."""
+        before they are overwritten. `on_thread_start` is called first thing on the engine's
+        thread."""
         self._engine = engine
         self._on_block_events = on_block_events
         self._clock = clock
+        self._on_thread_start = on_thread_start
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         # The event loop's own: callers that read.
@@ -193,6 +199,8 @@ class EngineLoop:
 
     def _run(self) -> None:
         end = "the engine was stopped"
+        if self._on_thread_start is not None:
+            self._on_thread_start()
         try:
             while self._carry_out_commands():
                 events = self._engine.step()
@@ -244,8 +252,16 @@ class EngineLoop:
                 del self._streams[event.request_id]
         if deliveries:
             self._call(self._deliver, deliveries)
+            if any(_is_first_token(event) for event in events):
+                # The event loop wants the interpreter for it, and not only once the next step
+                # is prepared: of all tokens, a client waits for the first one longest.
+                time.sleep(_FIRST_TOKEN_PAUSE_S)
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         """Have the event loop call back: once per step, however many tokens it brought."""
         assert self._loop is not None, "start() comes first"
         self._loop.call_soon_threadsafe(callback, *arguments)
+
+
+def _is_first_token(event: EngineEvent) -> bool:
+    return isinstance(event, TokenOutput) and event.timings_so_far is not None

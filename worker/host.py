@@ -5,11 +5,11 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from engine.block_pool import BlockEvents
 from engine.loop import EngineLoop
 from engine.request import EngineStopped
 from mesh.block_publisher import BlockPublisher
@@ -23,9 +23,10 @@ from mesh.registry import (
     connect_redis,
     new_incarnation,
 )
-from mesh.scheduling import answer_soon
+from mesh.scheduling import answer_soon, compute_behind
 from mesh.server import MeshServer, serve
 from mesh.v1 import kv_transfer_pb2
+from worker.block_events import BlockEventRelay
 from worker.config import WorkerConfig
 from worker.engine_loading import LoadedEngine, load_engine
 from worker.engine_metrics import watched_engine
@@ -81,18 +82,13 @@ async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None
         redis = connect_redis(config.redis_url)
         stack.push_async_callback(redis.aclose)
         channels = await stack.enter_async_context(Channels())
-        listeners: list[Callable[[BlockEvents], None]] = []
+        block_events = BlockEventRelay()
         publisher = await stack.enter_async_context(
             BlockPublisher(BlockIndex(redis), config.model, config.worker_id, incarnation)
         )
-        listeners.append(publisher.offer)
-        loaded = await asyncio.to_thread(load_engine, config, incarnation)
-
-        def on_block_events(events: BlockEvents) -> None:
-            for listener in listeners:
-                listener(events)
-
-        engine = EngineLoop(loaded.engine, on_block_events)
+        block_events.add(publisher.offer)
+        loaded = await _load(config, incarnation)
+        engine = EngineLoop(loaded.engine, block_events.offer, on_thread_start=compute_behind)
         engine.start()
         # The engine's own threads exist by now, and keep their long turns.
         answer_soon()
@@ -105,7 +101,7 @@ async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None
                 attached_engine(engine, loaded.segment, channels, config)
             )
             if isinstance(requests, TieredKv):
-                listeners.append(requests.offer)
+                block_events.add(requests.offer)
         worker = Worker(engine, requests, loaded, channels, ActiveStreams(), server, config)
         wait_until_quiescent = await stack.enter_async_context(service(worker))
         membership = _Membership(worker, role, incarnation, WorkerRegistry(redis))
@@ -130,6 +126,14 @@ async def run_worker(config: WorkerConfig, role: Role, service: Service) -> None
         )
         if not engine.is_running:
             raise EngineStopped("the engine crashed")
+
+
+async def _load(config: WorkerConfig, incarnation: str) -> LoadedEngine:
+    """In a thread of its own: those that compute are made by it and are what it is."""
+    with ThreadPoolExecutor(1, "load", initializer=compute_behind) as thread:
+        return await asyncio.get_running_loop().run_in_executor(
+            thread, load_engine, config, incarnation
+        )
 
 
 @asynccontextmanager

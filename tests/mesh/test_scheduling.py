@@ -3,9 +3,13 @@
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from mesh.scheduling import compute_behind
 
 SCRIPT = """
 import sys, threading
@@ -45,6 +49,34 @@ def test_threads_that_answer_take_short_turns_and_others_do_not() -> None:
     assert int(answering) == 100_000
     assert computing == before
     assert float(interval) < 0.001
+
+
+def test_threads_that_compute_and_those_they_start_give_way() -> None:
+    if sys.platform != "linux":
+        pytest.skip("threads have no niceness of their own here")
+    found: list[int] = []
+
+    def niceness() -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    def compute() -> None:
+        compute_behind()
+        niceness()
+        _run(niceness)
+
+    niceness()
+    _run(compute)
+    niceness()
+
+    before, computing, started, after = found
+    assert computing == started == min(before + 10, 19)
+    assert after == before
+
+
+def _run(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 def _kernel() -> tuple[int, int]:
