@@ -2,11 +2,13 @@
 
 import bisect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
 from engine.request import Request, RequestStatus
+from engine.sampling import NextToken
+from engine.speculation import NO_DRAFTS, DraftCounts, Speculator
 
 # Each has a row of logits as wide as the vocabulary: what a step holds at once is bounded.
 _MAX_SCORED_TOKENS = 64
@@ -20,11 +22,28 @@ class ScheduledRequest:
     num_tokens: int
     # The step reaches the request's last token, so it yields the next one.
     samples: bool
+    # Guesses of the tokens after the last; the step computes them as well.
+    draft_token_ids: Sequence[int] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_tokens + len(self.draft_token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that are drawn: the next one, and one after each guess."""
+        return self.samples + len(self.draft_token_ids)
 
     @property
     def num_logits(self) -> int:
         """Rows of logits that the step needs, those of the last tokens."""
-        return self.num_tokens if self.request.scores_prompt else int(self.samples)
+        return self.num_tokens if self.request.scores_prompt else self.num_sampled
+
+    def token_ids(self) -> list[int]:
+        """What the step computes."""
+        start = self.request.num_computed_tokens
+        known = self.request.slice_token_ids(start, start + self.num_tokens)
+        return known + list(self.draft_token_ids)
 
 
 @dataclass
@@ -37,9 +56,13 @@ class Batch:
     preempted: list[Request] = field(default_factory=list)
 
     @property
-    def sampling(self) -> list[Request]:
-        """Requests that get a token, in the order of their rows of logits."""
-        return [item.request for item in self.scheduled if item.samples]
+    def sampling(self) -> list[NextToken]:
+        """The tokens to draw, in the order of their rows of logits."""
+        return [
+            NextToken.of(item.request, num_ahead)
+            for item in self.scheduled
+            for num_ahead in range(item.num_sampled)
+        ]
 
     @property
     def is_empty(self) -> bool:
@@ -61,6 +84,7 @@ class Batcher:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         long_prefill_token_threshold: int = 0,
+        speculator: Speculator | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
@@ -72,6 +96,7 @@ class Batcher:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._chunk_limit = long_prefill_token_threshold or max_num_batched_tokens
+        self.speculator = speculator
         self._clock = clock
         # In order of arrival. Whatever was let in before is older than whatever was not, so a
         # preempted request resumes before new ones start.
@@ -107,11 +132,27 @@ class Batcher:
         """Choose what the next step computes, and take the blocks for it."""
         batch = Batch(preempted=self._make_room())
         budget = self.max_num_batched_tokens
-        for request in sorted(self.running, key=lambda running: running.num_uncomputed_tokens > 1):
-            budget -= self._schedule(request, budget, batch)
+        decoding = [request for request in self.running if request.num_uncomputed_tokens == 1]
+        budget -= len(decoding)
+        for request in decoding:
+            draft = self._draft(request, len(decoding), budget)
+            budget -= len(draft)
+            batch.scheduled.append(ScheduledRequest(request, 1, True, draft))
+        for request in self.running:
+            if request.num_uncomputed_tokens > 1:
+                budget -= self._schedule(request, budget, batch)
         if not batch.preempted:
             self._admit(budget, batch)
         return batch
+
+    def observe_draft(self, item: ScheduledRequest, num_accepted: int) -> None:
+        """Learn how many of an item's guesses were right."""
+        assert self.speculator is not None, "nobody else drafts"
+        self.speculator.observe(item.request, len(item.draft_token_ids), num_accepted)
+
+    def draft_counts(self) -> DraftCounts:
+        """What was guessed so far, and what of it was right."""
+        return self.speculator.counts() if self.speculator is not None else NO_DRAFTS
 
     def keys_not_cached(self, request: Request) -> list[bytes]:
         """Keys of the full blocks that a request which was just let in would have to compute."""
@@ -166,6 +207,17 @@ class Batcher:
         request.enter(RequestStatus.PREEMPTED, self._clock())
         self.add(request)
         self.num_preemptions += 1
+
+    def _draft(self, request: Request, num_decoding: int, budget: int) -> list[int]:
+        """Guess what follows, as far as that takes no block that another may need soon."""
+        if self.speculator is None:
+            return []
+        draft = self.speculator.propose(request, num_decoding)[:budget]
+        num_tokens, spare = request.num_tokens + len(draft), len(self.running)
+        if not self._pool.grow(request.block_ids, num_tokens, spare=spare):
+            room = len(request.block_ids) * self._pool.block_size - request.num_tokens
+            draft = draft[:room]
+        return draft
 
     def _schedule(self, request: Request, budget: int, batch: Batch) -> int:
         num_tokens = min(request.num_uncomputed_tokens, budget)

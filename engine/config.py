@@ -98,6 +98,28 @@ QuantizationName = Literal["none", "int8", "int4", "int4_channel"]
 INTEGER_WEIGHTS = frozenset(get_args(QuantizationName)) - {"none"}
 KvDtypeName = Literal["float32", "bfloat16", "int8", "fp8"]
 
+SpeculativeMethod = Literal["ngram", "none"]
+
+
+@dataclass(frozen=True)
+class SpeculationLimits:
+    """How tokens are guessed; names and meaning are those of vLLM's `ngram` method."""
+
+    # Tokens in a draft, at most.
+    num_speculative_tokens: int = 7
+    # Lengths of the sequence's end that is looked for in the sequence, in tokens.
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise ValueError(f"num_speculative_tokens is {self.num_speculative_tokens}, below 1")
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min is {self.prompt_lookup_min}, expected a number from 1 to "
+                f"prompt_lookup_max, {self.prompt_lookup_max}"
+            )
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -129,6 +151,9 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     # Longest sequence; None: what the model was made for.
     max_model_len: int | None = None
+    # Guess tokens ahead; "auto" is ngram where a row's result does not depend on its neighbours.
+    speculative_method: SpeculativeMethod | Literal["auto"] = "auto"
+    speculation: SpeculationLimits = SpeculationLimits()
     enable_prefix_caching: bool = True
     # Requests that may wait; more are refused.
     max_num_waiting: int = 256

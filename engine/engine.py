@@ -2,18 +2,19 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
-from engine.batcher import Batch, Batcher
+from engine.batcher import Batch, Batcher, ScheduledRequest
 from engine.block_pool import BlockEvents, BlockHasher, BlockPool
-from engine.block_residency import NOTHING_MOVED, Residency
+from engine.block_residency import Residency
 from engine.config import EngineConfig, ModelConfig
 from engine.kv_cache import KvCache
 from engine.model_runner import ModelRunner, Runner
-from engine.models.registry import load_model
+from engine.models.registry import LoadedModel, load_model
 from engine.prompt_scores import score_prompts
 from engine.prompt_sources import PromptSources
+from engine.reports import EngineStats, StepReport
 from engine.request import (
     DuplicateRequest,
     EngineEvent,
@@ -30,50 +31,9 @@ from engine.request import (
     TooManyWaiting,
 )
 from engine.sampling import SampledToken, Sampler, check_token_id
+from engine.speculation import Speculator, count_accepted
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What the engine is doing; the fields are those of the proto's EngineLoad, and more."""
-
-    num_blocks: int
-    num_free_blocks: int
-    num_leases: int
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int
-    num_prefix_cache_queries: int
-    num_prefix_cache_hits: int
-    num_preemptions: int
-    num_recomputed_tokens: int
-    num_steps: int
-    num_invalid_logits: int
-    # Of those that wait: for KV from elsewhere; the others wait for room.
-    num_waiting_for_kv: int = 0
-    # Tokens whose KV was asked for elsewhere, other workers and colder tiers, and that came.
-    num_external_queries: int = 0
-    num_external_hits: int = 0
-    # Where the prompt tokens of requests that have begun to answer were from.
-    num_computed_prompt_tokens: int = 0
-    num_cached_prompt_tokens: int = 0
-    num_external_prompt_tokens: int = 0
-
-    @property
-    def num_waiting_for_room(self) -> int:
-        return self.num_waiting - self.num_waiting_for_kv
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step was, for whoever measures."""
-
-    duration_s: float
-    num_tokens: int
-    request_ids: tuple[str, ...]
-    preempted_request_ids: tuple[str, ...]
-    residency: Residency = NOTHING_MOVED
 
 
 class Engine:
@@ -279,6 +239,7 @@ class Engine:
             num_computed_prompt_tokens=self._prompts.num_computed,
             num_cached_prompt_tokens=self._prompts.num_cached,
             num_external_prompt_tokens=self._prompts.num_external,
+            drafts=self._batcher.draft_counts(),
         )
 
     def close(self) -> None:
@@ -311,16 +272,36 @@ class Engine:
         sampled = iter(tokens)
         events: list[EngineEvent] = []
         for item in batch.scheduled:
-            token = next(sampled) if item.samples else None
-            if item.samples and token is None:
+            drawn = list(islice(sampled, item.num_sampled))
+            usable = _usable(drawn)
+            if drawn and not usable:
                 events.append(self._fail(item.request))
                 continue
             self._advance(item.request, item.num_tokens)
-            events.append(
-                self._progress(item.request)
-                if token is None
-                else self._commit_token(item.request, token, now)
-            )
+            if usable:
+                events += self._commit_tokens(item, usable, now)
+            else:
+                events.append(self._progress(item.request))
+        return events
+
+    def _commit_tokens(
+        self, item: ScheduledRequest, drawn: Sequence[SampledToken], now: float
+    ) -> list[EngineEvent]:
+        """Record the token that was drawn, and those after guesses that proved right."""
+        request, draft = item.request, item.draft_token_ids
+        token_ids = [token.token_id for token in drawn]
+        # The KV of the last token that comes of a step is not computed yet.
+        num_accepted = min(count_accepted(draft, token_ids), len(drawn) - 1)
+        if draft:
+            self._batcher.observe_draft(item, num_accepted)
+        events: list[EngineEvent] = []
+        for index, token in enumerate(drawn[: num_accepted + 1]):
+            if index:
+                self._advance(request, 1)
+            output = self._commit_token(request, token, now)
+            events.append(output)
+            if output.is_last:
+                break
         return events
 
     def _advance(self, request: Request, num_tokens: int) -> None:
@@ -420,10 +401,20 @@ class Engine:
         return True
 
 
+def _usable(drawn: Sequence[SampledToken | None]) -> list[SampledToken]:
+    """The tokens before the first row that is no usable distribution."""
+    usable: list[SampledToken] = []
+    for token in drawn:
+        if token is None:
+            break
+        usable.append(token)
+    return usable
+
+
 def _report(batch: Batch, duration_s: float, residency: Residency) -> StepReport:
     return StepReport(
         duration_s=duration_s,
-        num_tokens=sum(item.num_tokens for item in batch.scheduled),
+        num_tokens=sum(item.num_rows for item in batch.scheduled),
         request_ids=tuple(item.request.request_id for item in batch.scheduled),
         preempted_request_ids=tuple(request.request_id for request in batch.preempted),
         residency=residency,
@@ -435,6 +426,13 @@ def _take(items: list[T]) -> list[T]:
     taken = items.copy()
     items.clear()
     return taken
+
+
+def _speculator(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> Speculator | None:
+    method = config.speculative_method
+    if method == "auto":
+        method = "ngram" if loaded.has_independent_rows else "none"
+    return Speculator(config.speculation, max_model_len) if method == "ngram" else None
 
 
 def build_engine(
@@ -468,6 +466,7 @@ def build_engine(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
+        speculator=_speculator(config, loaded, max_model_len),
     )
     runner = ModelRunner(loaded.model, kv_cache)
     runner.warm_up(config.max_num_batched_tokens)

@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 
 from engine.block_pool import BlockEvents
-from engine.engine import Engine, EngineStats, StepReport
+from engine.engine import Engine
+from engine.reports import EngineStats, StepReport
 from engine.request import (
     EngineError,
     EngineEvent,

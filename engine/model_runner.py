@@ -75,10 +75,9 @@ class ModelRunner:
         self._kv_cache.close()
 
     def _slice(self, item: ScheduledRequest) -> SequenceSlice:
-        start = item.request.num_computed_tokens
         return SequenceSlice(
-            token_ids=item.request.slice_token_ids(start, start + item.num_tokens),
-            num_computed_tokens=start,
+            token_ids=item.token_ids(),
+            num_computed_tokens=item.request.num_computed_tokens,
             block_ids=self._block_tables.of(item.request),
             num_logits=item.num_logits,
         )

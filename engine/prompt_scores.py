@@ -19,8 +19,7 @@ def score_prompts(batch: Batch, logits: Logits) -> Logits:
         begin, end = end, end + item.num_logits
         if item.request.scores_prompt:
             _score(item, logits[begin:end])
-        if item.samples:
-            sampled.append(end - 1)
+        sampled += range(end - item.num_sampled, end)
     return logits[sampled]
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +162,23 @@ class SamplingInput(Protocol):
     def sampling_params(self) -> SamplingParams: ...
 
 
+class NextToken(NamedTuple):
+    """A token to draw: whose, and at which place of the sequence.
+
+    Places beyond the request's next are for tokens after guesses. Only a request whose parameters
+    leave the logits as they are has such: what they are changed by is what the request has.
+    """
+
+    request: SamplingInput
+    position: int
+
+    @classmethod
+    def of(cls, request: SamplingInput, num_ahead: int = 0) -> "NextToken":
+        """The request's next token, or one after it."""
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        return cls(request, num_tokens + num_ahead)
+
+
 def uniform(seed: int, position: int) -> float:
     """A number in [0, 1) that depends on nothing but its arguments.
 
@@ -192,20 +209,20 @@ class Sampler:
         self._draw = draw or draw_tokens
 
     def sample(
-        self, logits: npt.NDArray[np.float32], requests: Sequence[SamplingInput]
+        self, logits: npt.NDArray[np.float32], wanted: Sequence[NextToken]
     ) -> list[SampledToken | None]:
         """Choose a token for each row; None where the row is no usable distribution.
 
-        `logits`, float32[len(requests), vocab_size], is overwritten.
+        `logits`, float32[len(wanted), vocab_size], is overwritten.
         """
-        if not requests:
+        if not wanted:
             return []
-        for row, request in zip(logits, requests, strict=True):
+        for row, (request, _) in zip(logits, wanted, strict=True):
             if request.sampling_params.changes_logits:
                 self._prepare(row, request)
         vocab_size = logits.shape[1]
         params = np.array(
-            [_draw_params(request, vocab_size) for request in requests], dtype=SAMPLING_DTYPE
+            [_draw_params(token, vocab_size) for token in wanted], dtype=SAMPLING_DTYPE
         )
         return [
             None
@@ -213,8 +230,8 @@ class Sampler:
             else SampledToken(
                 token_id, logprobs_of(token_id, row, request.sampling_params.num_logprobs)
             )
-            for row, token_id, request in zip(
-                logits, self._draw(logits, params).tolist(), requests, strict=True
+            for row, token_id, (request, _) in zip(
+                logits, self._draw(logits, params).tolist(), wanted, strict=True
             )
         ]
 
@@ -254,15 +271,12 @@ def _would_complete(word: tuple[int, ...], request: SamplingInput) -> bool:
     return num_before == 0 or tuple(tail) == word[:-1]
 
 
-def _draw_params(
-    request: SamplingInput, vocab_size: int
-) -> tuple[int, int, float, float, float, int]:
+def _draw_params(token: NextToken, vocab_size: int) -> tuple[int, int, float, float, float, int]:
     """A row of SAMPLING_DTYPE."""
-    params = request.sampling_params
-    position = len(request.prompt_token_ids) + len(request.output_token_ids)
+    params = token.request.sampling_params
     temperature = 0.0 if params.is_greedy else params.temperature
     top_k = min(max(params.top_k, 0), vocab_size)
-    return params.seed, position, temperature, params.top_p, params.min_p, top_k
+    return params.seed, token.position, temperature, params.top_p, params.min_p, top_k
 
 
 def draw_tokens(logits: npt.NDArray[np.float32], params: Array) -> npt.NDArray[np.int64]:

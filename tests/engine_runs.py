@@ -38,8 +38,12 @@ def run(
     prompts: Mapping[str, Sequence[int]],
     params: Callable[[str], SamplingParams],
     at_once: int = 16,
+    num_logprobs: int | None = 0,
 ) -> dict[str, Continuation]:
-    """Run all prompts, at most `at_once` of them at the same time."""
+    """Run all prompts, at most `at_once` of them at the same time.
+
+    Without log-probabilities the engine may guess tokens.
+    """
     waiting = list(prompts)
     running: set[str] = set()
     outputs: dict[str, list[TokenOutput]] = {name: [] for name in prompts}
@@ -47,7 +51,7 @@ def run(
         while waiting and len(running) < at_once:
             name = waiting.pop(0)
             running.add(name)
-            engine.add_request(_request(name, prompts, params))
+            engine.add_request(_request(name, prompts, params, num_logprobs))
         for event in engine.step():
             assert not isinstance(event, RequestFailed), event.error
             if isinstance(event, TokenOutput):
@@ -104,9 +108,10 @@ def _request(
     name: str,
     prompts: Mapping[str, Sequence[int]],
     params: Callable[[str], SamplingParams],
+    num_logprobs: int | None = 0,
     **values: bool,
 ) -> Request:
-    sampling = replace(params(name), num_logprobs=0, ignore_eos=True)
+    sampling = replace(params(name), num_logprobs=num_logprobs, ignore_eos=True)
     return Request(name, list(prompts[name]), sampling, **values)  # type: ignore[arg-type]
 
 

@@ -1,6 +1,7 @@
 """Stand-ins for expensive parts, typed like the real ones."""
 
 import hashlib
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -9,10 +10,12 @@ import numpy.typing as npt
 
 from engine.batcher import Batcher, ScheduledRequest
 from engine.block_pool import BlockPool
+from engine.config import SpeculationLimits
 from engine.engine import Engine
 from engine.model_runner import Runner
 from engine.request import EngineEvent, Request, RequestFailed, TokenOutput
-from engine.sampling import Sampler, SamplingParams
+from engine.sampling import NextToken, Sampler, SamplingParams
+from engine.speculation import Speculator
 
 EOS = 2
 
@@ -63,17 +66,17 @@ class MemoryRunner:
         self.step_sizes: list[int] = []
         # Whose rows are to be NaN; told the request before the token.
         self.is_broken: Callable[[Request], bool] = lambda request: False
+        # Rows after so many tokens are NaN as well.
+        self.is_broken_from = sys.maxsize
         self.is_closed = False
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> Logits:
-        self.step_sizes.append(sum(item.num_tokens for item in scheduled))
+        self.step_sizes.append(sum(item.num_rows for item in scheduled))
         for item in scheduled:
             start = item.request.num_computed_tokens
-            self.write(
-                item.request.block_ids, start, item.request.token_ids[start:][: item.num_tokens]
-            )
+            self.write(item.request.block_ids, start, item.token_ids())
         rows = [
-            self._row(item.request, item.request.num_computed_tokens + item.num_tokens - later)
+            self._row(item.request, item.request.num_computed_tokens + item.num_rows - later)
             for item in scheduled
             for later in reversed(range(item.num_logits))
         ]
@@ -89,7 +92,7 @@ class MemoryRunner:
         self.is_closed = True
 
     def _row(self, request: Request, num_tokens: int) -> Logits:
-        if self.is_broken(request):
+        if self.is_broken(request) or num_tokens >= self.is_broken_from:
             return np.full(self.vocab_size, np.nan, dtype=np.float32)
         seen = self.memory[request.block_ids].flatten()[:num_tokens]
         return logits_after(seen.tolist(), self.vocab_size)
@@ -106,6 +109,7 @@ def make_engine(
     max_model_len: int = 200,
     max_num_waiting: int = 100,
     enable_prefix_caching: bool = True,
+    speculation: SpeculationLimits | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Engine:
     """An engine over a MemoryRunner, or over another runner."""
@@ -118,6 +122,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         long_prefill_token_threshold=long_prefill_token_threshold,
+        speculator=Speculator(speculation, max_model_len) if speculation else None,
         clock=clock,
     )
     return Engine(
@@ -166,7 +171,9 @@ def naive_generate(
     sampler = Sampler(frozenset({EOS}))
     request = Request("naive", prompt_token_ids, params)
     while True:
-        [token] = sampler.sample(logits_after(request.token_ids, vocab_size)[None], [request])
+        [token] = sampler.sample(
+            logits_after(request.token_ids, vocab_size)[None], [NextToken.of(request)]
+        )
         assert token is not None
         request.append(token.token_id, 0.0)
         if request.finish_reason(frozenset({EOS}), max_model_len) is not None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from engine.engine import EngineStats
+from engine.reports import EngineStats
 from engine.request import (
     EngineError,
     EngineEvent,

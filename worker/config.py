@@ -13,8 +13,11 @@ from engine.config import (
     EngineConfig,
     KvDtypeName,
     QuantizationName,
+    SpeculationLimits,
+    SpeculativeMethod,
 )
 from mesh.config import Address, ServiceConfig
+from mesh.metrics import MAX_SPECULATIVE_TOKENS
 
 
 class WorkerConfig(ServiceConfig):
@@ -62,6 +65,20 @@ class WorkerConfig(ServiceConfig):
     max_model_len: int | None = Field(
         None, ge=1, description="longest sequence; by default what the model was made for"
     )
+    speculative_method: SpeculativeMethod | Literal["auto"] = Field(
+        "auto",
+        description="guess tokens from what came before, and compute the guesses in one step;"
+        " auto is ngram with the compiled kernels, which give the same tokens with it",
+    )
+    num_speculative_tokens: int = Field(
+        7, ge=1, le=MAX_SPECULATIVE_TOKENS, description="tokens guessed at once, at most"
+    )
+    prompt_lookup_min: int = Field(
+        2, ge=1, description="last tokens that have to be found again for a guess, at least"
+    )
+    prompt_lookup_max: int = Field(
+        4, ge=1, description="last tokens that are looked for, at most; more found is a surer guess"
+    )
     max_num_waiting: int = Field(256, ge=1, description="requests that may wait for room")
     enable_prefix_caching: bool = Field(True, description="reuse the KV of equal prompt beginnings")
     num_threads: int | None = Field(
@@ -90,6 +107,21 @@ class WorkerConfig(ServiceConfig):
             raise ValueError(f"listening on {host} needs advertise_host: others cannot call {host}")
         return self
 
+    @model_validator(mode="after")
+    def _can_look_up(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min {self.prompt_lookup_min} is above "
+                f"prompt_lookup_max {self.prompt_lookup_max}"
+            )
+        return self
+
+    @property
+    def _speculation(self) -> SpeculationLimits:
+        return SpeculationLimits(
+            self.num_speculative_tokens, self.prompt_lookup_min, self.prompt_lookup_max
+        )
+
     @property
     def own_segment_prefix(self) -> str:
         """Begins the names of this worker's segments, an incarnation ends them."""
@@ -115,6 +147,8 @@ class WorkerConfig(ServiceConfig):
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             max_model_len=self.max_model_len,
+            speculative_method=self.speculative_method,
+            speculation=self._speculation,
             enable_prefix_caching=self.enable_prefix_caching,
             max_num_waiting=self.max_num_waiting,
             num_threads=self.num_threads,

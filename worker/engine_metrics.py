@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from engine.engine import EngineStats
 from engine.loop import EngineLoop
+from engine.reports import EngineStats
+from engine.speculation import DraftCounts
 from mesh import metrics
+from mesh.instruments import WatchedCounter
 from worker.spans import StepObserver
 
 _WATCHED = {
@@ -47,12 +49,30 @@ def watched_engine(engine: EngineLoop, model: str, block_size: int) -> Iterator[
     with ExitStack() as stack:
         for field, instrument in _WATCHED.items():
             stack.callback(instrument.watch(partial(_read, engine.load, field)))
+        _watch_drafts(engine, stack)
         for field, part, labels in _WATCHED_PARTS:
             stack.callback(part.watch(partial(_read, engine.load, field), labels))
         stack.callback(metrics.KV_CACHE_USAGE.watch(lambda: kv_cache_usage(engine.load())))
         stack.callback(metrics.KV_CACHE_CONFIG.watch(lambda: 1, layout))
         stack.callback(metrics.STEP_AGE.watch(lambda: engine.last_step_age_s))
         yield
+
+
+def _watch_drafts(engine: EngineLoop, stack: ExitStack) -> None:
+    def watch(counter: WatchedCounter, read: Callable[[DraftCounts], float]) -> None:
+        stack.callback(counter.watch(lambda: read(engine.load().drafts)))
+
+    watch(metrics.SPECULATION_DRAFTS, lambda drafts: drafts.num_drafts)
+    watch(metrics.SPECULATION_DRAFT_TOKENS, lambda drafts: drafts.num_draft_tokens)
+    watch(metrics.SPECULATION_ACCEPTED_TOKENS, lambda drafts: drafts.num_accepted_tokens)
+    for position in range(len(engine.load().drafts.num_accepted_per_position)):
+        read = partial(_read_accepted, engine.load, position)
+        labels = {"position": str(position)}
+        stack.callback(metrics.SPECULATION_ACCEPTED_TOKENS_PER_POSITION.watch(read, labels))
+
+
+def _read_accepted(load: Callable[[], EngineStats], position: int) -> float:
+    return load().drafts.num_accepted_per_position[position]
 
 
 def kv_cache_usage(stats: EngineStats) -> float:

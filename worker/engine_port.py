@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from engine.engine import EngineStats
+from engine.reports import EngineStats
 from engine.request import (
     EngineError,
     EngineEvent,

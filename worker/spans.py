@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from opentelemetry.trace import Status, StatusCode
 
-from engine.engine import StepReport
+from engine.reports import StepReport
 from engine.request import PrefillProgress, Request, TokenOutput
 from mesh import metrics
 from mesh.telemetry import INVALID_SPAN, Span, is_tracing, start_span

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Protocol, Self
 
 from engine.block_pool import BlockEvents
-from engine.engine import EngineStats
+from engine.reports import EngineStats
 from engine.request import EngineEvent, RemoteKvWanted, Request
 from mesh.telemetry import use_span
 from mesh.v1 import kv_transfer_pb2

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine.engine import EngineStats
+from engine.reports import EngineStats
 from engine.request import (
     DuplicateRequest,
     EngineError,

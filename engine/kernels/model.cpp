@@ -13,7 +13,7 @@ namespace pdmesh {
 namespace {
 
 // Sequences with at most this many rows are split by key segment, longer ones by rows.
-constexpr std::int64_t kFewRows = 4;
+constexpr std::int64_t kFewRows = 8;
 // Rows that share a loading of keys: many, but enough slabs for the threads to balance.
 constexpr std::int64_t kMinSlabRows = 16, kMaxSlabRows = 64, kSlabsPerThread = 8;
 // Products of a layer, and in how many pieces a thread takes its share of one.

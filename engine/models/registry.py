@@ -54,6 +54,8 @@ class LoadedModel:
     model: Model
     layout: KvCacheLayout
     draw: Draw
+    # A row's logits are the same, to the bit, whatever is computed beside it.
+    has_independent_rows: bool
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def load_model(config: EngineConfig, model_config: ModelConfig, max_model_len: i
         weights=choice.weights,
     )
     if choice.backend == "torch":
-        return LoadedModel(_load_torch(config, model_config), layout, draw_tokens)
+        return LoadedModel(_load_torch(config, model_config), layout, draw_tokens, False)
     library = load_library()
     assert library is not None, "choose() has found it"
     native = NativeModel(
@@ -88,7 +90,7 @@ def load_model(config: EngineConfig, model_config: ModelConfig, max_model_len: i
         num_positions=max_model_len,
         num_threads=config.num_threads or len(os.sched_getaffinity(0)),
     )
-    return LoadedModel(native, layout, native.draw)
+    return LoadedModel(native, layout, native.draw, True)
 
 
 def choose(config: EngineConfig, model_config: ModelConfig, max_model_len: int) -> Choice:

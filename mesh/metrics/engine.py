@@ -77,6 +77,30 @@ RECOMPUTED_TOKENS = WatchedCounter(
     "Tokens computed again after a preemption",
     service="worker",
 )
+MAX_SPECULATIVE_TOKENS = 32
+SPECULATION_DRAFTS = WatchedCounter(
+    "pdmesh.speculation.drafts",
+    "{draft}",
+    "Times that the tokens after the next one were guessed",
+    service="worker",
+)
+SPECULATION_DRAFT_TOKENS = WatchedCounter(
+    "pdmesh.speculation.draft_tokens", "{token}", "Tokens guessed", service="worker"
+)
+SPECULATION_ACCEPTED_TOKENS = WatchedCounter(
+    "pdmesh.speculation.accepted_tokens",
+    "{token}",
+    "Guessed tokens that were what the model chose; the mean number of tokens in a step that "
+    "has a draft is one more than these by draft",
+    service="worker",
+)
+SPECULATION_ACCEPTED_TOKENS_PER_POSITION = WatchedCounter(
+    "pdmesh.speculation.accepted_tokens_per_position",
+    "{token}",
+    "The same, by place in the draft from 0 on",
+    {"position": Values(*map(str, range(MAX_SPECULATIVE_TOKENS)))},
+    service="worker",
+)
 PREFIX_CACHE_QUERIES = WatchedCounter(
     "pdmesh.prefix_cache.queries",
     "{token}",

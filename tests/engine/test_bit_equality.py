@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.kernels.library import load_library
 from engine.sampling import SamplingParams
 from quality.prompts import VARIED_PROMPTS
-from tests.engine_runs import Continuation, hand_over, run, running_engine
+from tests.engine_runs import Continuation, hand_over, run, running_engine, token_ids
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the kernels could not be built")
 
@@ -152,6 +152,26 @@ def check_handed_over(case: Case, **settings: int) -> None:
         assert_same(hand_over(prefill, decode, case.prompts, case.params), case)
 
 
+def check_guessed_ahead(case: Case, num_tokens: int) -> None:
+    """What repeats itself is guessed right often, and at random wrong often enough."""
+    prompts = {name: 3 * prompt[:20] for name, prompt in case.prompts.items()}
+
+    def params(name: str) -> SamplingParams:
+        chosen = case.params(name)
+        temperature = 0.0 if chosen.is_greedy else 1.5
+        return replace(chosen, max_tokens=num_tokens, temperature=temperature)
+
+    plain = run(case.engine, prompts, params)
+    before = case.engine.load()
+    guessed = run(case.engine, prompts, params, num_logprobs=None)
+    after = case.engine.load()
+
+    assert token_ids(guessed) == token_ids(plain)
+    num_accepted = after.drafts.num_accepted_tokens - before.drafts.num_accepted_tokens
+    num_guessed = after.drafts.num_draft_tokens - before.drafts.num_draft_tokens
+    assert 0 < num_accepted < num_guessed
+
+
 def check(case: Case, at_once: int = 16, **settings: int) -> None:
     """Computed from nothing, under other settings."""
     config = replace(case.config, enable_prefix_caching=False, **settings)  # type: ignore[arg-type]
@@ -175,6 +195,10 @@ def test_preempted_and_resumed(case: Case) -> None:
     check_preempted_and_resumed(case)
 
 
+def test_guessed_ahead(case: Case) -> None:
+    check_guessed_ahead(case, num_tokens=24)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 class TestAllPrompts:
@@ -196,3 +220,6 @@ class TestAllPrompts:
 
     def test_preempted_and_resumed(self, full_case: Case) -> None:
         check_preempted_and_resumed(full_case)
+
+    def test_guessed_ahead(self, full_case: Case) -> None:
+        check_guessed_ahead(full_case, num_tokens=100)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.block_pool import BlockEvents
-from engine.engine import Engine, EngineStats, StepReport
+from engine.engine import Engine
+from engine.reports import EngineStats, StepReport
 from engine.request import (
     DuplicateRequest,
     EngineEvent,
@@ -25,6 +26,7 @@ from engine.request import (
     TooManyWaiting,
 )
 from engine.sampling import SamplingParams
+from engine.speculation import NO_DRAFTS
 from mesh.v1 import types_pb2
 from tests.fakes import (
     EOS,
@@ -774,6 +776,7 @@ def test_load_counts_what_the_engine_does() -> None:
         "num_computed_prompt_tokens": 6,
         "num_cached_prompt_tokens": 0,
         "num_external_prompt_tokens": 0,
+        "drafts": asdict(NO_DRAFTS),
     }
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.block_pool import BlockEvents
+from engine.config import SpeculationLimits
 from engine.request import EngineEvent, RemoteKvWanted, Request, RequestFailed, TokenOutput
 from engine.sampling import SamplingParams
 from tests.fakes import MemoryRunner, make_engine, naive_generate
@@ -21,9 +22,18 @@ class EngineMachine(RuleBasedStateMachine):
     """KV-08, KV-16, KV-21: an engine, and what a caller knows about it."""
 
     @initialize(
-        max_num_seqs=st.integers(1, 4), extra_budget=st.integers(0, 6), threshold=st.integers(0, 4)
+        max_num_seqs=st.integers(1, 4),
+        extra_budget=st.integers(0, 6),
+        threshold=st.integers(0, 4),
+        speculation=st.none() | st.builds(SpeculationLimits, st.integers(1, 7), st.just(1)),
     )
-    def start(self, max_num_seqs: int, extra_budget: int, threshold: int) -> None:
+    def start(
+        self,
+        max_num_seqs: int,
+        extra_budget: int,
+        threshold: int,
+        speculation: SpeculationLimits | None,
+    ) -> None:
         self.runner = MemoryRunner(NUM_BLOCKS, BLOCK_SIZE)
         self.runner.is_broken = lambda request: request.request_id in self.broken
         self.engine = make_engine(
@@ -34,6 +44,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + extra_budget,
             long_prefill_token_threshold=threshold,
             max_model_len=MAX_MODEL_LEN,
+            speculation=speculation,
         )
         self.engine.on_block_events = self.learn
         self.findable: set[bytes] = set()

@@ -10,7 +10,7 @@ from engine.engine import Engine, build_engine
 from engine.kv_cache import KvCache
 from engine.model_runner import ModelRunner
 from engine.request import RemoteKvWanted, Request
-from engine.sampling import Sampler, SamplingParams
+from engine.sampling import NextToken, Sampler, SamplingParams
 from tests.fakes import ContentHasher, run_to_end, token_ids_of
 from tests.tiny_llama import make_tiny_model, reference_logits
 
@@ -39,7 +39,7 @@ def naive(folder: Path) -> dict[tuple[int, ...], list[int]]:
             reason = None
             while reason is None:
                 last = reference_logits(model, request.token_ids)[-1:].numpy().copy()
-                [token] = sampler.sample(last, [request])
+                [token] = sampler.sample(last, [NextToken.of(request)])
                 assert token is not None
                 request.append(token.token_id, 0.0)
                 reason = request.finish_reason(EOS, 256)

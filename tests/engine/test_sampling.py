@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.request import InvalidParameter, Request
-from engine.sampling import SampledToken, Sampler, SamplingParams, uniform
+from engine.sampling import NextToken, SampledToken, Sampler, SamplingParams, uniform
 
 Row = npt.NDArray[np.float32]
 
@@ -29,7 +29,7 @@ def make_request(
 
 
 def sample(rows: list[list[float]], requests: list[Request]) -> list[SampledToken | None]:
-    return Sampler(EOS).sample(np.array(rows, dtype=np.float32), requests)
+    return Sampler(EOS).sample(np.array(rows, dtype=np.float32), list(map(NextToken.of, requests)))
 
 
 def sample_one(row: list[float], request: Request) -> SampledToken:
@@ -316,7 +316,7 @@ def test_draws_agree_with_the_specification(
     params = SamplingParams(10, seed=seed, **values)
     expected = reference_draw(row, params, uniform(seed, 1))
 
-    [token] = Sampler(EOS).sample(row[None].copy(), [make_request(params)])
+    [token] = Sampler(EOS).sample(row[None].copy(), [NextToken.of(make_request(params))])
 
     assert token == SampledToken(expected)
 
@@ -392,10 +392,11 @@ def test_a_row_is_treated_alike_alone_and_among_others(vocab_size: int, num_rows
         for row in range(num_rows)
     ]
 
-    together = Sampler(EOS).sample(logits.copy(), requests)
+    wanted = list(map(NextToken.of, requests))
+    together = Sampler(EOS).sample(logits.copy(), wanted)
 
     for row in range(num_rows):
-        assert Sampler(EOS).sample(logits[row : row + 1].copy(), [requests[row]]) == [together[row]]
+        assert Sampler(EOS).sample(logits[row : row + 1].copy(), [wanted[row]]) == [together[row]]
 
 
 # Log-probabilities.

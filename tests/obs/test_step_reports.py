@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from engine.block_residency import Residency
-from engine.engine import StepReport
+from engine.reports import StepReport
 from engine.request import Request, RequestTimings, TokenOutput
 from engine.sampling import SamplingParams
 from mesh import metrics, telemetry

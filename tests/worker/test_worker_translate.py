@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import engine.loop  # noqa: F401  every module that might define an EngineError
-from engine.engine import EngineStats
+from engine.reports import EngineStats
 from engine.request import EngineError, EngineStopped, InvalidParameter
 from mesh.errors import InternalError
 from mesh.v1 import types_pb2
