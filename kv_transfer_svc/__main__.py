@@ -6,6 +6,7 @@ import uvloop
 
 from kv_transfer_svc.app import run
 from kv_transfer_svc.config import KvTransferConfig
+from kv_transfer_svc.memory import reuse_freed_blocks
 from kv_transfer_svc.transports.mooncake import MooncakeMissing
 from mesh import metrics, telemetry
 from mesh.config import load
@@ -22,6 +23,7 @@ def main() -> None:
     )
     metrics.listen(config.metrics_listen, vllm_names=config.vllm_metrics)
     answer_soon()
+    reuse_freed_blocks()
     try:
         uvloop.run(run(config))
     except MooncakeMissing as error:

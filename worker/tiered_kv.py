@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, Self
@@ -25,6 +25,10 @@ _MAX_WAITING_BLOCKS = 8192
 _STORE_TIMEOUT_S = 5.0
 _LOAD_TIMEOUT_S = 2.0
 _RETRY_DELAY_S = 1.0
+# How long filled blocks may wait for others, so that a call to the agent is worth its cost...
+_LINGER_S = 0.5
+# ... unless they are this part of the blocks that the engine evicts before them.
+_URGENT_SHARE = 1 / 8
 
 
 class TieredEnginePort(EnginePort, Protocol):
@@ -138,6 +142,7 @@ class TieredKv:
             if not self._filled:
                 self._changed.clear()
                 await self._changed.wait()
+            await self._linger()
             try:
                 await self._store_some()
             except PullFailed as error:
@@ -148,6 +153,13 @@ class TieredKv:
                 await asyncio.sleep(_RETRY_DELAY_S)
             else:
                 is_reported = False
+
+    async def _linger(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while len(self._filled) < _URGENT_SHARE * self._engine.load().num_free_blocks:
+                    self._changed.clear()
+                    await self._changed.wait()
 
     async def _store_some(self) -> None:
         keys = list(islice(self._filled, _MAX_BLOCKS_PER_CALL))

@@ -86,6 +86,8 @@ def write(folder: Path, blocks: Sequence[TierBlock]) -> BlockFile:
                 file.write(block.data.data)
             file.flush()
             os.fsync(file.fileno())
+            # Seldom read, and never soon: its pages serve the next file rather than be made anew.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         path = folder / f"{first.key.hex()}-{checksums[0]:016x}{SUFFIX}"
         os.replace(temporary, path)
     except BaseException:
