@@ -134,8 +134,7 @@ class Batcher:
         budget = self.max_num_batched_tokens
         decoding = [request for request in self.running if request.num_uncomputed_tokens == 1]
         budget -= len(decoding)
-        for request in decoding:
-            draft = self._draft(request, len(decoding), budget)
+        for request, draft in zip(decoding, self._drafts(decoding, budget), strict=True):
             budget -= len(draft)
             batch.scheduled.append(ScheduledRequest(request, 1, True, draft))
         for request in self.running:
@@ -208,16 +207,16 @@ class Batcher:
         self.add(request)
         self.num_preemptions += 1
 
-    def _draft(self, request: Request, num_decoding: int, budget: int) -> list[int]:
+    def _drafts(self, decoding: Sequence[Request], budget: int) -> list[list[int]]:
         """Guess what follows, as far as that takes no block that another may need soon."""
-        if self.speculator is None:
-            return []
-        draft = self.speculator.propose(request, num_decoding)[:budget]
-        num_tokens, spare = request.num_tokens + len(draft), len(self.running)
-        if not self._pool.grow(request.block_ids, num_tokens, spare=spare):
-            room = len(request.block_ids) * self._pool.block_size - request.num_tokens
-            draft = draft[:room]
-        return draft
+        if self.speculator is None or not decoding:
+            return [[]] * len(decoding)
+        drafts = self.speculator.propose(decoding, budget)
+        for request, draft in zip(decoding, drafts, strict=True):
+            num_tokens, spare = request.num_tokens + len(draft), len(self.running)
+            if not self._pool.grow(request.block_ids, num_tokens, spare=spare):
+                del draft[len(request.block_ids) * self._pool.block_size - request.num_tokens :]
+        return drafts
 
     def _schedule(self, request: Request, budget: int, batch: Batch) -> int:
         num_tokens = min(request.num_uncomputed_tokens, budget)

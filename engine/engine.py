@@ -31,7 +31,7 @@ from engine.request import (
     TooManyWaiting,
 )
 from engine.sampling import SampledToken, Sampler, check_token_id
-from engine.speculation import Speculator, count_accepted
+from engine.speculation import COSTS_BY_ROWS, Speculator, count_accepted
 
 T = TypeVar("T")
 
@@ -431,8 +431,10 @@ def _take(items: list[T]) -> list[T]:
 def _speculator(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> Speculator | None:
     method = config.speculative_method
     if method == "auto":
-        method = "ngram" if loaded.has_independent_rows else "none"
-    return Speculator(config.speculation, max_model_len) if method == "ngram" else None
+        method = "none" if loaded.costs is None else "ngram"
+    if method == "none":
+        return None
+    return Speculator(config.speculation, max_model_len, loaded.costs or COSTS_BY_ROWS)
 
 
 def build_engine(

@@ -23,6 +23,7 @@ from engine.loader import load_weights, stored_dtype
 from engine.models.native import NativeModel
 from engine.models.native_weights import WeightsName, has_quantized_source, load_packed
 from engine.sampling import Draw, draw_tokens
+from engine.speculation import COSTS_BY_ROWS, COSTS_BY_TILES, StepCosts
 
 
 class BackendError(ModelError):
@@ -54,8 +55,9 @@ class LoadedModel:
     model: Model
     layout: KvCacheLayout
     draw: Draw
-    # A row's logits are the same, to the bit, whatever is computed beside it.
-    has_independent_rows: bool
+    # Where a row's logits are the same, to the bit, whatever is computed beside it: the costs of
+    # computing more rows in a step.
+    costs: StepCosts | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def load_model(config: EngineConfig, model_config: ModelConfig, max_model_len: i
         weights=choice.weights,
     )
     if choice.backend == "torch":
-        return LoadedModel(_load_torch(config, model_config), layout, draw_tokens, False)
+        return LoadedModel(_load_torch(config, model_config), layout, draw_tokens)
     library = load_library()
     assert library is not None, "choose() has found it"
     native = NativeModel(
@@ -90,7 +92,9 @@ def load_model(config: EngineConfig, model_config: ModelConfig, max_model_len: i
         num_positions=max_model_len,
         num_threads=config.num_threads or len(os.sched_getaffinity(0)),
     )
-    return LoadedModel(native, layout, native.draw, True)
+    has_tiles = library.level() == "amx" and choice.weights in ("int8", "int4_channel")
+    costs = COSTS_BY_TILES if has_tiles else COSTS_BY_ROWS
+    return LoadedModel(native, layout, native.draw, costs)
 
 
 def choose(config: EngineConfig, model_config: ModelConfig, max_model_len: int) -> Choice:

@@ -10,7 +10,7 @@ from engine.config import SpeculationLimits
 from engine.engine import Engine
 from engine.request import Request, RequestFailed
 from engine.sampling import SamplingParams
-from engine.speculation import Speculator, count_accepted
+from engine.speculation import Speculator, StepCosts, count_accepted
 from tests.fakes import MemoryRunner, make_engine, naive_generate, run_to_end, token_ids_of
 
 LIMITS = SpeculationLimits(num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=3)
@@ -21,11 +21,12 @@ def propose(
     token_ids: list[int],
     params: SamplingParams = GREEDY,
     *,
-    num_decoding: int = 1,
     max_model_len: int = 1000,
 ) -> list[int]:
-    speculator = Speculator(LIMITS, max_model_len)
-    return speculator.propose(Request("r", token_ids, params), num_decoding)
+    """What is guessed when guesses cost nothing."""
+    speculator = Speculator(LIMITS, max_model_len, StepCosts(fixed=1, sequence=0, row=0))
+    [draft] = speculator.propose([Request("r", token_ids, params)], budget=100)
+    return draft
 
 
 @pytest.mark.parametrize(
@@ -92,36 +93,104 @@ def test_a_draft_ends_where_the_sequence_has_to() -> None:
     assert propose(REPEATING, max_model_len=len(REPEATING) + 1) == []
 
 
-def test_the_more_requests_decode_the_surer_a_guess_has_to_be() -> None:
-    lengths = [len(propose(REPEATING, num_decoding=number)) for number in (1, 4, 16, 64)]
+COSTS = StepCosts(fixed=4.0, sequence=0.5, row=0.5)
 
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] == 4
-    assert lengths[-1] == 0
+
+def repeating(number: int) -> list[Request]:
+    return [Request(f"r{index}", REPEATING, GREEDY) for index in range(number)]
+
+
+def test_the_more_requests_decode_the_surer_a_guess_has_to_be() -> None:
+    def num_guesses(number: int) -> float:
+        drafts = Speculator(LIMITS, 1000, COSTS).propose(repeating(number), budget=1000)
+        return sum(map(len, drafts)) / number
+
+    numbers = [num_guesses(number) for number in (1, 4, 16, 32)]
+
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] == 2
+    assert numbers[-1] == 0
+
+
+@given(
+    acceptances=st.lists(st.floats(0.01, 0.99), min_size=1, max_size=40),
+    budget=st.integers(0, 100),
+    tile=st.sampled_from([0.0, 2.0]),
+)
+def test_the_chosen_guesses_bring_most_tokens_for_the_time(
+    acceptances: list[float], budget: int, tile: float
+) -> None:
+    costs = replace(COSTS, tile=tile, tile_rows=16)
+    speculator = Speculator(LIMITS, 1000, costs)
+    requests = repeating(len(acceptances))
+    speculator.propose(requests, budget=0)
+    for request, acceptance in zip(requests, acceptances, strict=True):
+        speculator._histories[request].acceptance = acceptance
+
+    drafts = speculator.propose(requests, budget)
+
+    def rate(lengths: list[int]) -> float:
+        expected = sum(
+            sum(acceptance**place for place in range(length + 1))
+            for acceptance, length in zip(acceptances, lengths, strict=True)
+        )
+        return expected / costs.of(len(requests), sum(lengths))
+
+    chosen = [len(draft) for draft in drafts]
+    most = max(0, min(budget, 64 - len(requests)))
+    assert sum(chosen) <= most
+    # Nobody's longest drafts, nor anybody's next guess, nor one less, would be better.
+    others = [[0] * len(requests)]
+    for index in range(len(requests)):
+        for change in (-1, 1):
+            other = chosen.copy()
+            other[index] += change
+            if 0 <= other[index] <= 4 and sum(other) <= most:
+                others.append(other)
+    assert all(rate(chosen) >= rate(other) - 1e-9 for other in others)
+
+
+def test_what_fits_into_a_begun_tile_is_guessed_and_a_new_one_has_to_pay() -> None:
+    costs = StepCosts(fixed=4.0, sequence=0.5, row=0.0, tile=30.0, tile_rows=16)
+
+    def num_guesses(number: int) -> int:
+        drafts = Speculator(LIMITS, 1000, costs).propose(repeating(number), budget=1000)
+        return sum(map(len, drafts))
+
+    assert num_guesses(12) == 4
+    assert num_guesses(16) == 0
 
 
 def test_drafts_become_longer_with_success_and_shorter_without() -> None:
-    speculator = Speculator(LIMITS, 1000)
-    request = Request("r", REPEATING, GREEDY)
-    first = len(speculator.propose(request, 8))
+    speculator = Speculator(LIMITS, 1000, COSTS)
+    [request] = repeating(1)
+
+    def length() -> int:
+        [draft] = speculator.propose([request], budget=100)
+        return len(draft)
+
+    first = length()
     for _ in range(30):
         speculator.observe(request, 4, 4)
-    after_success = len(speculator.propose(request, 8))
+    after_success = length()
     for _ in range(60):
         speculator.observe(request, 4, 0)
-    after_failure = len(speculator.propose(request, 8))
+    after_failure = length()
 
     assert after_failure < first < after_success == 4
 
 
-def test_a_long_find_is_tried_even_after_many_failures() -> None:
-    speculator = Speculator(LIMITS, 1000)
-    request = Request("r", [1, 2, 3, 4, 5, 1, 2, 3], GREEDY)
-    speculator.propose(request, 8)
+def test_failures_are_forgotten_in_time() -> None:
+    speculator = Speculator(LIMITS, 1000, COSTS)
+    [request] = repeating(1)
+    speculator.propose([request], budget=0)
     for _ in range(100):
         speculator.observe(request, 4, 0)
 
-    assert speculator.propose(request, 8) == [4]
+    tried = [bool(speculator.propose([request], budget=100)[0]) for _ in range(200)]
+
+    assert not tried[0]
+    assert any(tried)
 
 
 @given(draft=st.lists(st.integers(0, 1)), chosen=st.lists(st.integers(0, 1)))
@@ -135,7 +204,7 @@ def test_accepted_are_the_leading_tokens_that_agree(draft: list[int], chosen: li
 def test_counts_are_vllms() -> None:
     speculator = Speculator(LIMITS, 1000)
     request = Request("r", REPEATING, GREEDY)
-    speculator.propose(request, 1)
+    speculator.propose([request], budget=0)
 
     for num_accepted in (4, 1, 0):
         speculator.observe(request, 4, num_accepted)
