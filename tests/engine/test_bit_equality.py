@@ -153,13 +153,18 @@ def check_handed_over(case: Case, **settings: int) -> None:
 
 
 def check_guessed_ahead(case: Case, num_tokens: int) -> None:
-    """What repeats itself is guessed right often, and at random wrong often enough."""
-    prompts = {name: 3 * prompt[:20] for name, prompt in case.prompts.items()}
+    """Prompts whose end came before: once with one continuation, once with one after another."""
+    longest = max(case.prompts.values(), key=len)
+    steady = {name: 3 * prompt[:20] for name, prompt in case.prompts.items()}
+    varying = {
+        str(number): [token for other in longest[:20] for token in (number, number + 1, other)]
+        + [number, number + 1]
+        for number in (1000, 1001)
+    }
+    prompts = steady | varying
 
     def params(name: str) -> SamplingParams:
-        chosen = case.params(name)
-        temperature = 0.0 if chosen.is_greedy else 1.5
-        return replace(chosen, max_tokens=num_tokens, temperature=temperature)
+        return replace(case.params(name), max_tokens=num_tokens)
 
     plain = run(case.engine, prompts, params)
     before = case.engine.load()
