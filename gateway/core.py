@@ -120,7 +120,9 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
             stall_timeout_s=config.stall_timeout_s,
         )
         stack.push_async_callback(workers.close)
-        detokenizer = await stack.enter_async_context(Detokenizer(tokenizer_channel))
+        detokenizer = await stack.enter_async_context(
+            Detokenizer(tokenizer_channel, catalog.token_bytes)
+        )
         health = await stack.enter_async_context(
             HealthMonitor(
                 catalog,

@@ -1,28 +1,29 @@
-"""Token ids to text: the client side of the multiplexed Detokenize call."""
+"""Token ids to text: here where tokens are bytes, else by the multiplexed Detokenize call."""
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 import grpc
 
-from gateway.generation import Chunk, Delta, Finish, Job
+from gateway.generation import Chunk, Job
+from gateway.local_text import LocalText
 from gateway.patience import Patience
+from gateway.text_sequence import NewText, TextSequence
 from mesh.errors import DeadlineExceeded, InternalError
 from mesh.telemetry import current_traceparent
-from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
+from mesh.text.token_bytes import TokenBytes
+from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 _APPEND_TIMEOUT_S = 10.0
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
-# Enough for the tokenizer to tell whether the first delta continues a word.
-_NUM_CONTEXT_TOKENS = 16
 # Of events in one message; their answers are at most some times as long.
 _MAX_BATCH_BYTES = 1 << 18
 
@@ -30,12 +31,19 @@ _MAX_BATCH_BYTES = 1 << 18
 class Detokenizer:
     """Owns the one call that serves all sequences, and makes it again when it breaks.
 
-    A sequence survives that: it is opened again and its tokens are sent once more.
+    A sequence survives that: it is opened again and its tokens are sent once more. Those of
+    models whose tokens are bytes need no call.
     """
 
     def __init__(
-        self, channel: grpc.aio.Channel, *, append_timeout_s: float = _APPEND_TIMEOUT_S
+        self,
+        channel: grpc.aio.Channel,
+        token_bytes: Mapping[str, TokenBytes] = MappingProxyType({}),
+        *,
+        append_timeout_s: float = _APPEND_TIMEOUT_S,
     ) -> None:
+        """`token_bytes` has those models, by name; it may change."""
+        self._token_bytes = token_bytes
         self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         self._append_timeout_s = append_timeout_s
         self._sequence_ids = itertools.count(1)
@@ -53,9 +61,11 @@ class Detokenizer:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    def open(self, job: Job) -> "TextSequence":
+    def open(self, job: Job) -> TextSequence:
         """The text of one job, an async context manager."""
-        return TextSequence(self, next(self._sequence_ids), job, self._append_timeout_s)
+        if (tokens := self._token_bytes.get(job.model)) is not None:
+            return LocalText(job, tokens)
+        return RemoteText(self, next(self._sequence_ids), job, self._append_timeout_s)
 
     async def connection(self) -> "_Connection":
         """The current connection; waits while there is none."""
@@ -87,51 +97,37 @@ class Detokenizer:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
 
-class TextSequence:
-    """Text deltas of one job, each answered in turn."""
+class RemoteText(TextSequence):
+    """Asks the tokenizer, and survives it: a new one is told everything again."""
 
     def __init__(
         self, detokenizer: Detokenizer, sequence_id: int, job: Job, append_timeout_s: float
     ) -> None:
+        super().__init__(job)
         self._detokenizer = detokenizer
         self._id = sequence_id
-        self._job = job
         self._append_timeout_s = append_timeout_s
         self._patience = Patience()
         self._connection: _Connection | None = None
         # What a tokenizer that knows nothing of the sequence must be told.
         self._token_ids: list[int] = []
         self._num_chars = 0
-        self._is_over = False
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._patience.close()
-        if self._connection is not None and not self._is_over:
+        if self._connection is not None and not self.is_over:
             self._connection.send(
                 tokenizer_pb2.DetokenizeRequest(
                     sequence_id=self._id, close=tokenizer_pb2.DetokenizeRequest.Close()
                 )
             )
 
-    async def append(self, chunk: Chunk) -> Delta:
-        """The text that `chunk` makes final; the delta finishes when a stop string matched."""
-        timeline = self._job.trace.timeline
-        timeline.enter(types_pb2.STAGE_DETOKENIZE)
-        described = self._described_ids(chunk)
-        response = await self._exchange(chunk, described)
+    async def to_text(self, chunk: Chunk, described_ids: Sequence[int]) -> NewText:
+        response = await self._exchange(chunk, described_ids)
         if response.error:
             raise InternalError(f"detokenization failed: {response.error}")
-        delta = self._to_delta(chunk, response, described)
-        timeline.enter(types_pb2.STAGE_NETWORK)
-        return delta
+        matched_stop = response.matched_stop if response.HasField("matched_stop") else None
+        return NewText(response.text, matched_stop, response.num_tokens, response.token_bytes)
 
     async def _exchange(
         self, chunk: Chunk, described: Sequence[int]
@@ -179,52 +175,20 @@ class TextSequence:
         self._num_chars += len(response.text)
         return response
 
-    def _described_ids(self, chunk: Chunk) -> list[int]:
-        """The tokens that log-probabilities mention, each once, in order."""
-        ids: dict[int, None] = {}
-        if not self._token_ids and self._job.sampling_params.HasField("num_prompt_logprobs"):
-            ids.update(dict.fromkeys(self._job.prompt_token_ids))
-        for token in (*chunk.prompt_logprobs, *chunk.logprobs):
-            ids[token.token_id] = None
-            ids.update((candidate.token_id, None) for candidate in token.top)
-        return list(ids)
-
     def _open_message(self) -> tokenizer_pb2.DetokenizeRequest:
-        request = self._job.request
+        request = self.job.request
         return tokenizer_pb2.DetokenizeRequest(
             sequence_id=self._id,
             open=tokenizer_pb2.DetokenizeRequest.Open(
-                model=self._job.model,
-                prompt_token_ids=self._job.prompt_token_ids[-_NUM_CONTEXT_TOKENS:],
+                model=self.job.model,
+                prompt_token_ids=self.context,
                 skip_special_tokens=request.skip_special_tokens,
                 stop=request.stop,
                 include_stop_str_in_output=request.include_stop_str_in_output,
-                min_tokens=self._job.sampling_params.min_tokens,
-                return_token_bytes=self._job.sampling_params.HasField("num_logprobs"),
+                min_tokens=self.job.sampling_params.min_tokens,
+                return_token_bytes=self.job.sampling_params.HasField("num_logprobs"),
                 traceparent=current_traceparent() or "",
             ),
-        )
-
-    def _to_delta(
-        self,
-        chunk: Chunk,
-        response: tokenizer_pb2.DetokenizeResponse,
-        described: Sequence[int],
-    ) -> Delta:
-        num_new, finish = len(chunk.token_ids), chunk.finish
-        if response.HasField("matched_stop"):
-            # Tokens behind the match never existed for the client.
-            num_new -= max(0, len(self._token_ids) - response.num_tokens)
-            finish = Finish(types_pb2.FINISH_REASON_STOP, stop_string=response.matched_stop)
-        self._is_over = finish is not None
-        self._job.num_completion_tokens += num_new
-        return Delta(
-            text=response.text,
-            token_ids=chunk.token_ids[:num_new],
-            logprobs=chunk.logprobs[:num_new],
-            prompt_logprobs=chunk.prompt_logprobs,
-            token_bytes=dict(zip(described, response.token_bytes, strict=False)),
-            finish=finish,
         )
 
 

@@ -1,5 +1,6 @@
 """The tokenizer service as the gateway uses it: models, prompts to ids, ids to text."""
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -11,7 +12,10 @@ from gateway.peers import ask_any, first_answer
 from mesh import metrics
 from mesh.client import mesh_errors
 from mesh.errors import MeshError, ModelNotFound
+from mesh.text.token_bytes import TokenBytes
 from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+logger = logging.getLogger(__name__)
 
 _LIST_TIMEOUT_S = 5.0
 # An unknown name may belong to a model that was just loaded; asking is bounded.
@@ -38,6 +42,17 @@ class Tokenizer:
                 )
 
         return list((await first_answer(ask, timeout_s=timeout_s)).models)
+
+    async def token_bytes(
+        self, model: str, timeout_s: float = _LIST_TIMEOUT_S
+    ) -> tokenizer_pb2.GetTokenBytesResponse:
+        async def ask(left_s: float) -> tokenizer_pb2.GetTokenBytesResponse:
+            with mesh_errors():
+                return await self._stub.GetTokenBytes(
+                    tokenizer_pb2.GetTokenBytesRequest(model=model), timeout=left_s
+                )
+
+        return await first_answer(ask, timeout_s=timeout_s)
 
     async def encode(
         self,
@@ -86,6 +101,8 @@ class ModelCatalog:
         self._tokenizer = tokenizer
         self._models: dict[str, tokenizer_pb2.ModelInfo] = {}
         self._refreshed_at = float("-inf")
+        # Where each token is a run of bytes. Changes with the models.
+        self.token_bytes: dict[str, TokenBytes] = {}
 
     async def get(self, name: str, caller: Caller = ANYONE) -> tokenizer_pb2.ModelInfo:
         """The model of exactly this name."""
@@ -114,9 +131,32 @@ class ModelCatalog:
     async def refresh(self, timeout_s: float = _LIST_TIMEOUT_S) -> None:
         """Ask the tokenizer; what was known stays known when it does not answer."""
         models = await self._tokenizer.list_models(timeout_s)
+        await self._learn_tokens(models, timeout_s)
         self._models = {model.name: model for model in models}
         self._refreshed_at = time.monotonic()
         metrics.MODELS.allow(*self._models)
+
+    async def _learn_tokens(
+        self, models: Sequence[tokenizer_pb2.ModelInfo], timeout_s: float
+    ) -> None:
+        """Have the bytes of the tokens of new models; what cannot be had is asked for later."""
+        for model in models:
+            known = self._models.get(model.name)
+            is_known = known is not None and known.tokenizer_sha256 == model.tokenizer_sha256
+            if is_known and model.name in self.token_bytes:
+                continue
+            self.token_bytes.pop(model.name, None)
+            if not model.has_byte_tokens:
+                continue
+            try:
+                tokens = await self._tokenizer.token_bytes(model.name, timeout_s)
+            except MeshError as error:
+                logger.warning("no token bytes", extra={"model": model.name, "reason": str(error)})
+                continue
+            if tokens.tokenizer_sha256 == model.tokenizer_sha256:
+                self.token_bytes[model.name] = TokenBytes(
+                    list(tokens.token_bytes), frozenset(tokens.special_token_ids)
+                )
 
     async def _refresh_if_old(self) -> None:
         if time.monotonic() - self._refreshed_at < _REFRESH_INTERVAL_S:

@@ -96,7 +96,7 @@ SPANS = (
     ),
     SpanDescription(
         "tokenizer.detokenize",
-        "tokenizer",
+        "gateway or tokenizer",
         "gateway.request",
         "One sequence's text, from its first token to its last.",
         ("pdmesh.matched_stop", "pdmesh.num_tokens", "pdmesh.busy_ms"),

@@ -2,20 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from opentelemetry import trace
 
 from mesh.errors import InvalidRequest, ModelNotFound
 from mesh.telemetry import Span, Stopwatch, extract_trace, is_tracing, start_span, use_span
+from mesh.text.sequence_text import SequenceText, TextDelta
+from mesh.text.stop_strings import StopScanner
 from tokenizer_svc.detokenizer import make_detokenizer
 from tokenizer_svc.models import TokenizerModel
 from tokenizer_svc.quiescence import Quiescence
-from tokenizer_svc.sequence_text import SequenceText, TextDelta
-from tokenizer_svc.stop_strings import StopScanner, StopStrings
 from tokenizer_svc.vocabulary import Vocabulary
-
-_MAX_SHARED_CHARS = 256
 
 
 @dataclass(frozen=True)
@@ -165,11 +162,7 @@ class SequenceTable:
             raise InvalidRequest(f"a stop string has at most {limits.max_stop_chars} characters")
         if "" in options.stop:
             raise InvalidRequest("a stop string must not be empty")
-        if not options.stop:
-            return None
-        return StopScanner(
-            _automaton(options.stop), include_stop=options.include_stop_str_in_output
-        )
+        return StopScanner.of(options.stop, include_stop=options.include_stop_str_in_output)
 
 
 def _start_span(traceparent: str) -> Span:
@@ -181,15 +174,3 @@ def _start_span(traceparent: str) -> Span:
         return trace.INVALID_SPAN
     with use_span(trace.get_current_span(context)):
         return start_span("tokenizer.detokenize")
-
-
-@lru_cache(maxsize=64)
-def _shared_automaton(strings: tuple[str, ...]) -> StopStrings:
-    return StopStrings(strings)
-
-
-def _automaton(strings: tuple[str, ...]) -> StopStrings:
-    # Most requests bring the same few short stop strings; only those are kept.
-    if sum(map(len, strings)) <= _MAX_SHARED_CHARS:
-        return _shared_automaton(strings)
-    return StopStrings(strings)

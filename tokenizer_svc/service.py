@@ -11,6 +11,7 @@ from mesh import metrics
 from mesh.errors import InvalidRequest, MeshError, MessageTooLarge, ModelNotFound
 from mesh.server import MeshServer
 from mesh.telemetry import Stopwatch, span
+from mesh.text.token_bytes import UnknownToken
 from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
 from tokenizer_svc.chat_template import ChatPrompt
 from tokenizer_svc.encoder import Encoder, TextPrompt
@@ -23,7 +24,7 @@ from tokenizer_svc.sequence_table import (
     SequenceTable,
     Tokens,
 )
-from tokenizer_svc.vocabulary import UnknownToken, Vocabulary
+from tokenizer_svc.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,20 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self._check_size(response)
         return response
 
+    async def GetTokenBytes(
+        self, request: tokenizer_pb2.GetTokenBytesRequest, context: _Context
+    ) -> tokenizer_pb2.GetTokenBytesResponse:
+        model = self._model(request.model)
+        if not model.vocabulary.is_byte_level:
+            raise InvalidRequest("the text of a token depends on its neighbours", param="model")
+        response = tokenizer_pb2.GetTokenBytesResponse(
+            token_bytes=model.vocabulary.token_bytes,
+            special_token_ids=sorted(model.vocabulary.special_ids),
+            tokenizer_sha256=model.tokenizer_sha256,
+        )
+        self._check_size(response)
+        return response
+
     async def Detokenize(
         self,
         request_iterator: AsyncIterator[tokenizer_pb2.DetokenizeRequest],
@@ -140,7 +155,11 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def _check_size(
         self,
-        response: tokenizer_pb2.EncodeResponse | tokenizer_pb2.TokenizerServiceDecodeResponse,
+        response: (
+            tokenizer_pb2.EncodeResponse
+            | tokenizer_pb2.TokenizerServiceDecodeResponse
+            | tokenizer_pb2.GetTokenBytesResponse
+        ),
     ) -> None:
         size = response.ByteSize()
         if size > self._max_message_bytes:
@@ -160,6 +179,7 @@ def _model_info(model: TokenizerModel) -> tokenizer_pb2.ModelInfo:
         has_chat_template=model.renderer is not None,
         default_sampling_params=types_pb2.SamplingParams(**asdict(model.sampling_defaults)),
         created_at_s=model.created_at_s,
+        has_byte_tokens=model.vocabulary.is_byte_level,
     )
 
 

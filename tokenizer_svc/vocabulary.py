@@ -6,12 +6,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from mesh.text.token_bytes import TokenBytes
+
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _METASPACE = "▁"
-
-
-class UnknownToken(Exception):
-    """An id outside the vocabulary."""
 
 
 class Vocabulary:
@@ -36,12 +34,11 @@ class Vocabulary:
         self.token_bytes: Sequence[bytes] = [
             to_bytes(tokenizer.id_to_token(i) or "") for i in range(size)
         ]
+        self._bytes = TokenBytes(self.token_bytes, self.special_ids)
 
     def check(self, token_ids: Iterable[int]) -> None:
         """Raise UnknownToken unless all ids exist."""
-        highest = max(token_ids, default=0)
-        if highest >= self.size:
-            raise UnknownToken(f"token id {highest} is outside the vocabulary of {self.size}")
+        self._bytes.check(token_ids)
 
     def without_specials(self, token_ids: Iterable[int]) -> list[int]:
         return [token_id for token_id in token_ids if token_id not in self.special_ids]

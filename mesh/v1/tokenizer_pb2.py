@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from mesh.v1 import types_pb2 as mesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mesh/v1/tokenizer.proto\x12\x07mesh.v1\x1a\x13mesh/v1/types.proto\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.mesh.v1.ModelInfo\"\xe0\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x18\n\x10tokenizer_sha256\x18\x05 \x01(\t\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x38\n\x17\x64\x65\x66\x61ult_sampling_params\x18\x07 \x01(\x0b\x32\x17.mesh.v1.SamplingParams\x12\x14\n\x0c\x63reated_at_s\x18\x08 \x01(\x03\"\xa2\x01\n\rEncodeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1d\n\x04\x63hat\x18\x03 \x01(\x0b\x32\r.mesh.v1.ChatH\x00\x12\x11\n\tbad_words\x18\x04 \x03(\t\x12\x19\n\x11max_prompt_tokens\x18\x05 \x01(\r\x12\x1c\n\x14\x61llow_special_tokens\x18\x06 \x01(\x08\x42\x07\n\x05input\"\xad\x01\n\x04\x43hat\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"u\n\x0e\x45ncodeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12)\n\tbad_words\x18\x02 \x03(\x0b\x32\x16.mesh.v1.TokenSequence\x12%\n\x07timings\x18\x03 \x03(\x0b\x32\x14.mesh.v1.StageTiming\"z\n\x1dTokenizerServiceDecodeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x1a\n\x12return_token_bytes\x18\x04 \x01(\x08\"C\n\x1eTokenizerServiceDecodeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x13\n\x0btoken_bytes\x18\x02 \x03(\x0c\"\xab\x04\n\x11\x44\x65tokenizeRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12/\n\x04open\x18\x02 \x01(\x0b\x32\x1f.mesh.v1.DetokenizeRequest.OpenH\x00\x12\x33\n\x06\x61ppend\x18\x03 \x01(\x0b\x32!.mesh.v1.DetokenizeRequest.AppendH\x00\x12\x31\n\x05\x63lose\x18\x04 \x01(\x0b\x32 .mesh.v1.DetokenizeRequest.CloseH\x00\x12(\n\x04more\x18\x05 \x03(\x0b\x32\x1a.mesh.v1.DetokenizeRequest\x1a\xc3\x01\n\x04Open\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x05 \x01(\x08\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x1a\n\x12return_token_bytes\x18\x07 \x01(\x08\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x1a\x66\n\x06\x41ppend\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07is_last\x18\x02 \x01(\x08\x12\x1c\n\x14\x65nds_with_stop_token\x18\x03 \x01(\x08\x12\x1a\n\x12\x64\x65scribe_token_ids\x18\x04 \x03(\r\x1a\x07\n\x05\x43loseB\x07\n\x05\x65vent\"\xdb\x01\n\x12\x44\x65tokenizeResponse\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x19\n\x0cmatched_stop\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x13\n\x0btoken_bytes\x18\x05 \x03(\x0c\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x13\n\x0b\x64uration_ms\x18\x07 \x01(\x01\x12)\n\x04more\x18\x08 \x03(\x0b\x32\x1b.mesh.v1.DetokenizeResponseB\x0f\n\r_matched_stop2\xba\x02\n\x10TokenizerService\x12\x45\n\nListModels\x12\x1a.mesh.v1.ListModelsRequest\x1a\x1b.mesh.v1.ListModelsResponse\x12\x39\n\x06\x45ncode\x12\x16.mesh.v1.EncodeRequest\x1a\x17.mesh.v1.EncodeResponse\x12Y\n\x06\x44\x65\x63ode\x12&.mesh.v1.TokenizerServiceDecodeRequest\x1a\'.mesh.v1.TokenizerServiceDecodeResponse\x12I\n\nDetokenize\x12\x1a.mesh.v1.DetokenizeRequest\x1a\x1b.mesh.v1.DetokenizeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mesh/v1/tokenizer.proto\x12\x07mesh.v1\x1a\x13mesh/v1/types.proto\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.mesh.v1.ModelInfo\"\xf9\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x18\n\x10tokenizer_sha256\x18\x05 \x01(\t\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\x38\n\x17\x64\x65\x66\x61ult_sampling_params\x18\x07 \x01(\x0b\x32\x17.mesh.v1.SamplingParams\x12\x14\n\x0c\x63reated_at_s\x18\x08 \x01(\x03\x12\x17\n\x0fhas_byte_tokens\x18\t \x01(\x08\"%\n\x14GetTokenBytesRequest\x12\r\n\x05model\x18\x01 \x01(\t\"a\n\x15GetTokenBytesResponse\x12\x13\n\x0btoken_bytes\x18\x01 \x03(\x0c\x12\x19\n\x11special_token_ids\x18\x02 \x03(\r\x12\x18\n\x10tokenizer_sha256\x18\x03 \x01(\t\"\xa2\x01\n\rEncodeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1d\n\x04\x63hat\x18\x03 \x01(\x0b\x32\r.mesh.v1.ChatH\x00\x12\x11\n\tbad_words\x18\x04 \x03(\t\x12\x19\n\x11max_prompt_tokens\x18\x05 \x01(\r\x12\x1c\n\x14\x61llow_special_tokens\x18\x06 \x01(\x08\x42\x07\n\x05input\"\xad\x01\n\x04\x43hat\x12\x15\n\rmessages_json\x18\x01 \x01(\t\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"u\n\x0e\x45ncodeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12)\n\tbad_words\x18\x02 \x03(\x0b\x32\x16.mesh.v1.TokenSequence\x12%\n\x07timings\x18\x03 \x03(\x0b\x32\x14.mesh.v1.StageTiming\"z\n\x1dTokenizerServiceDecodeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x1a\n\x12return_token_bytes\x18\x04 \x01(\x08\"C\n\x1eTokenizerServiceDecodeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x13\n\x0btoken_bytes\x18\x02 \x03(\x0c\"\xab\x04\n\x11\x44\x65tokenizeRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12/\n\x04open\x18\x02 \x01(\x0b\x32\x1f.mesh.v1.DetokenizeRequest.OpenH\x00\x12\x33\n\x06\x61ppend\x18\x03 \x01(\x0b\x32!.mesh.v1.DetokenizeRequest.AppendH\x00\x12\x31\n\x05\x63lose\x18\x04 \x01(\x0b\x32 .mesh.v1.DetokenizeRequest.CloseH\x00\x12(\n\x04more\x18\x05 \x03(\x0b\x32\x1a.mesh.v1.DetokenizeRequest\x1a\xc3\x01\n\x04Open\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x05 \x01(\x08\x12\x12\n\nmin_tokens\x18\x06 \x01(\r\x12\x1a\n\x12return_token_bytes\x18\x07 \x01(\x08\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\x1a\x66\n\x06\x41ppend\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07is_last\x18\x02 \x01(\x08\x12\x1c\n\x14\x65nds_with_stop_token\x18\x03 \x01(\x08\x12\x1a\n\x12\x64\x65scribe_token_ids\x18\x04 \x03(\r\x1a\x07\n\x05\x43loseB\x07\n\x05\x65vent\"\xdb\x01\n\x12\x44\x65tokenizeResponse\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x19\n\x0cmatched_stop\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x13\n\x0btoken_bytes\x18\x05 \x03(\x0c\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x13\n\x0b\x64uration_ms\x18\x07 \x01(\x01\x12)\n\x04more\x18\x08 \x03(\x0b\x32\x1b.mesh.v1.DetokenizeResponseB\x0f\n\r_matched_stop2\x8a\x03\n\x10TokenizerService\x12\x45\n\nListModels\x12\x1a.mesh.v1.ListModelsRequest\x1a\x1b.mesh.v1.ListModelsResponse\x12\x39\n\x06\x45ncode\x12\x16.mesh.v1.EncodeRequest\x1a\x17.mesh.v1.EncodeResponse\x12Y\n\x06\x44\x65\x63ode\x12&.mesh.v1.TokenizerServiceDecodeRequest\x1a\'.mesh.v1.TokenizerServiceDecodeResponse\x12N\n\rGetTokenBytes\x12\x1d.mesh.v1.GetTokenBytesRequest\x1a\x1e.mesh.v1.GetTokenBytesResponse\x12I\n\nDetokenize\x12\x1a.mesh.v1.DetokenizeRequest\x1a\x1b.mesh.v1.DetokenizeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,27 +37,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTMODELSRESPONSE']._serialized_start=78
   _globals['_LISTMODELSRESPONSE']._serialized_end=134
   _globals['_MODELINFO']._serialized_start=137
-  _globals['_MODELINFO']._serialized_end=361
-  _globals['_ENCODEREQUEST']._serialized_start=364
-  _globals['_ENCODEREQUEST']._serialized_end=526
-  _globals['_CHAT']._serialized_start=529
-  _globals['_CHAT']._serialized_end=702
-  _globals['_ENCODERESPONSE']._serialized_start=704
-  _globals['_ENCODERESPONSE']._serialized_end=821
-  _globals['_TOKENIZERSERVICEDECODEREQUEST']._serialized_start=823
-  _globals['_TOKENIZERSERVICEDECODEREQUEST']._serialized_end=945
-  _globals['_TOKENIZERSERVICEDECODERESPONSE']._serialized_start=947
-  _globals['_TOKENIZERSERVICEDECODERESPONSE']._serialized_end=1014
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1017
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1572
-  _globals['_DETOKENIZEREQUEST_OPEN']._serialized_start=1255
-  _globals['_DETOKENIZEREQUEST_OPEN']._serialized_end=1450
-  _globals['_DETOKENIZEREQUEST_APPEND']._serialized_start=1452
-  _globals['_DETOKENIZEREQUEST_APPEND']._serialized_end=1554
-  _globals['_DETOKENIZEREQUEST_CLOSE']._serialized_start=1556
-  _globals['_DETOKENIZEREQUEST_CLOSE']._serialized_end=1563
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1575
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1794
-  _globals['_TOKENIZERSERVICE']._serialized_start=1797
-  _globals['_TOKENIZERSERVICE']._serialized_end=2111
+  _globals['_MODELINFO']._serialized_end=386
+  _globals['_GETTOKENBYTESREQUEST']._serialized_start=388
+  _globals['_GETTOKENBYTESREQUEST']._serialized_end=425
+  _globals['_GETTOKENBYTESRESPONSE']._serialized_start=427
+  _globals['_GETTOKENBYTESRESPONSE']._serialized_end=524
+  _globals['_ENCODEREQUEST']._serialized_start=527
+  _globals['_ENCODEREQUEST']._serialized_end=689
+  _globals['_CHAT']._serialized_start=692
+  _globals['_CHAT']._serialized_end=865
+  _globals['_ENCODERESPONSE']._serialized_start=867
+  _globals['_ENCODERESPONSE']._serialized_end=984
+  _globals['_TOKENIZERSERVICEDECODEREQUEST']._serialized_start=986
+  _globals['_TOKENIZERSERVICEDECODEREQUEST']._serialized_end=1108
+  _globals['_TOKENIZERSERVICEDECODERESPONSE']._serialized_start=1110
+  _globals['_TOKENIZERSERVICEDECODERESPONSE']._serialized_end=1177
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1180
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1735
+  _globals['_DETOKENIZEREQUEST_OPEN']._serialized_start=1418
+  _globals['_DETOKENIZEREQUEST_OPEN']._serialized_end=1613
+  _globals['_DETOKENIZEREQUEST_APPEND']._serialized_start=1615
+  _globals['_DETOKENIZEREQUEST_APPEND']._serialized_end=1717
+  _globals['_DETOKENIZEREQUEST_CLOSE']._serialized_start=1719
+  _globals['_DETOKENIZEREQUEST_CLOSE']._serialized_end=1726
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1738
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1957
+  _globals['_TOKENIZERSERVICE']._serialized_start=1960
+  _globals['_TOKENIZERSERVICE']._serialized_end=2354
 # @@protoc_insertion_point(module_scope)

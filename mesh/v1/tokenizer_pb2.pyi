@@ -74,6 +74,7 @@ class ModelInfo(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     DEFAULT_SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     CREATED_AT_S_FIELD_NUMBER: _builtins.int
+    HAS_BYTE_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that requests use."""
     max_model_len: _builtins.int
@@ -86,6 +87,8 @@ class ModelInfo(_message.Message):
     """The model has a chat template."""
     created_at_s: _builtins.int
     """When the model was loaded, seconds since the epoch."""
+    has_byte_tokens: _builtins.bool
+    """Every token is a run of bytes, whatever stands beside it."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence."""
@@ -105,14 +108,71 @@ class ModelInfo(_message.Message):
         has_chat_template: _builtins.bool = ...,
         default_sampling_params: _types_pb2.SamplingParams | None = ...,
         created_at_s: _builtins.int = ...,
+        has_byte_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling_params", b"default_sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at_s", b"created_at_s", "default_sampling_params", b"default_sampling_params", "eos_token_ids", b"eos_token_ids", "has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_at_s", b"created_at_s", "default_sampling_params", b"default_sampling_params", "eos_token_ids", b"eos_token_ids", "has_byte_tokens", b"has_byte_tokens", "has_chat_template", b"has_chat_template", "max_model_len", b"max_model_len", "name", b"name", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class GetTokenBytesRequest(_message.Message):
+    """Asks for a model's tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model name."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenBytesRequest: _TypeAlias = GetTokenBytesRequest  # noqa: Y015
+
+@_typing.final
+class GetTokenBytesResponse(_message.Message):
+    """A model's tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    SPECIAL_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
+    tokenizer_sha256: _builtins.str
+    """SHA-256 of tokenizer.json, as in ModelInfo."""
+    @_builtins.property
+    def token_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The bytes of each id from 0 on; ids without a token have none."""
+
+    @_builtins.property
+    def special_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ids of control tokens."""
+
+    def __init__(
+        self,
+        *,
+        token_bytes: _abc.Iterable[_builtins.bytes] | None = ...,
+        special_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        tokenizer_sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["special_token_ids", b"special_token_ids", "token_bytes", b"token_bytes", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenBytesResponse: _TypeAlias = GetTokenBytesResponse  # noqa: Y015
 
 @_typing.final
 class EncodeRequest(_message.Message):

@@ -51,6 +51,11 @@ class TokenizerServiceStub:
                 request_serializer=mesh_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeResponse.FromString,
                 _registered_method=True)
+        self.GetTokenBytes = channel.unary_unary(
+                '/mesh.v1.TokenizerService/GetTokenBytes',
+                request_serializer=mesh_dot_v1_dot_tokenizer__pb2.GetTokenBytesRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_tokenizer__pb2.GetTokenBytesResponse.FromString,
+                _registered_method=True)
         self.Detokenize = channel.stream_stream(
                 '/mesh.v1.TokenizerService/Detokenize',
                 request_serializer=mesh_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.SerializeToString,
@@ -97,8 +102,21 @@ class TokenizerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenBytes(self, request, context):
+        """Returns what each token stands for: all that it takes to turn ids into text
+        where `has_byte_tokens` is set.
+
+        Errors:
+        INVALID_ARGUMENT  a token's text depends on its neighbours
+        NOT_FOUND         the model is unknown
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Detokenize(self, request_iterator, context):
-        """Turns the token ids of many sequences into text deltas as they come.
+        """Turns the token ids of many sequences into text deltas as they come. For
+        models without `has_byte_tokens`, and callers that do not do it themselves.
 
         One call serves all of a gateway's sequences. A sequence begins with `open`
         and ends when its `append` with `is_last` has been answered, when a stop
@@ -129,6 +147,11 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=mesh_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeResponse.SerializeToString,
+            ),
+            'GetTokenBytes': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenBytes,
+                    request_deserializer=mesh_dot_v1_dot_tokenizer__pb2.GetTokenBytesRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_tokenizer__pb2.GetTokenBytesResponse.SerializeToString,
             ),
             'Detokenize': grpc.stream_stream_rpc_method_handler(
                     servicer.Detokenize,
@@ -219,6 +242,33 @@ class TokenizerService:
             '/mesh.v1.TokenizerService/Decode',
             mesh_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeRequest.SerializeToString,
             mesh_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenBytes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mesh.v1.TokenizerService/GetTokenBytes',
+            mesh_dot_v1_dot_tokenizer__pb2.GetTokenBytesRequest.SerializeToString,
+            mesh_dot_v1_dot_tokenizer__pb2.GetTokenBytesResponse.FromString,
             options,
             channel_credentials,
             insecure,

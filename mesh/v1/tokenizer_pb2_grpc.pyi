@@ -56,8 +56,17 @@ class TokenizerServiceStub:
       INVALID_ARGUMENT  an id is outside the vocabulary
       NOT_FOUND         the model is unknown
     """
+    GetTokenBytes: _grpc.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenBytesRequest, _tokenizer_pb2.GetTokenBytesResponse]
+    """Returns what each token stands for: all that it takes to turn ids into text
+    where `has_byte_tokens` is set.
+
+    Errors:
+      INVALID_ARGUMENT  a token's text depends on its neighbours
+      NOT_FOUND         the model is unknown
+    """
     Detokenize: _grpc.StreamStreamMultiCallable[_tokenizer_pb2.DetokenizeRequest, _tokenizer_pb2.DetokenizeResponse]
-    """Turns the token ids of many sequences into text deltas as they come.
+    """Turns the token ids of many sequences into text deltas as they come. For
+    models without `has_byte_tokens`, and callers that do not do it themselves.
 
     One call serves all of a gateway's sequences. A sequence begins with `open`
     and ends when its `append` with `is_last` has been answered, when a stop
@@ -96,8 +105,17 @@ class TokenizerServiceAsyncStub(TokenizerServiceStub):
       INVALID_ARGUMENT  an id is outside the vocabulary
       NOT_FOUND         the model is unknown
     """
+    GetTokenBytes: _aio.UnaryUnaryMultiCallable[_tokenizer_pb2.GetTokenBytesRequest, _tokenizer_pb2.GetTokenBytesResponse]  # type: ignore[assignment]
+    """Returns what each token stands for: all that it takes to turn ids into text
+    where `has_byte_tokens` is set.
+
+    Errors:
+      INVALID_ARGUMENT  a token's text depends on its neighbours
+      NOT_FOUND         the model is unknown
+    """
     Detokenize: _aio.StreamStreamMultiCallable[_tokenizer_pb2.DetokenizeRequest, _tokenizer_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Turns the token ids of many sequences into text deltas as they come.
+    """Turns the token ids of many sequences into text deltas as they come. For
+    models without `has_byte_tokens`, and callers that do not do it themselves.
 
     One call serves all of a gateway's sequences. A sequence begins with `open`
     and ends when its `append` with `is_last` has been answered, when a stop
@@ -153,12 +171,27 @@ class TokenizerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def GetTokenBytes(
+        self,
+        request: _tokenizer_pb2.GetTokenBytesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_tokenizer_pb2.GetTokenBytesResponse, _abc.Awaitable[_tokenizer_pb2.GetTokenBytesResponse]]:
+        """Returns what each token stands for: all that it takes to turn ids into text
+        where `has_byte_tokens` is set.
+
+        Errors:
+          INVALID_ARGUMENT  a token's text depends on its neighbours
+          NOT_FOUND         the model is unknown
+        """
+
+    @_abc_1.abstractmethod
     def Detokenize(
         self,
         request_iterator: _MaybeAsyncIterator[_tokenizer_pb2.DetokenizeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_tokenizer_pb2.DetokenizeResponse], _abc.AsyncIterator[_tokenizer_pb2.DetokenizeResponse]]:
-        """Turns the token ids of many sequences into text deltas as they come.
+        """Turns the token ids of many sequences into text deltas as they come. For
+        models without `has_byte_tokens`, and callers that do not do it themselves.
 
         One call serves all of a gateway's sequences. A sequence begins with `open`
         and ends when its `append` with `is_last` has been answered, when a stop

@@ -18,7 +18,7 @@ SPANS = {
     ("prefill", "prefill.run"),
     ("kv_transfer", "kv.pull"),
     ("decode", "decode.run"),
-    ("tokenizer", "tokenizer.detokenize"),
+    ("gateway", "tokenizer.detokenize"),
 }
 PARENTS = {span.name: (span.parent or "").split(", ") for span in DESCRIBED}
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

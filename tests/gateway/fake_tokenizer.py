@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from mesh.errors import InvalidRequest, ModelNotFound, WorkerUnavailable
+from mesh.errors import InvalidRequest, MeshError, ModelNotFound, WorkerUnavailable
 from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
 
 MODEL = "byte-model"
@@ -31,6 +31,12 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     break_after: int | None = None
     # Answers every append from this one on with an error.
     error_from: int | None = None
+    # Gateways may turn tokens into text themselves.
+    has_byte_tokens: bool = False
+    # Changes with the tokens.
+    tokenizer_sha256: str = "1"
+    # Raised by GetTokenBytes.
+    token_bytes_error: MeshError | None = None
     num_encodes: int = 0
     num_calls: int = 0
     # Of the latest Detokenize call.
@@ -56,6 +62,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
             has_chat_template=True,
             default_sampling_params=self.default_sampling_params,
             created_at_s=1,
+            tokenizer_sha256=self.tokenizer_sha256,
+            has_byte_tokens=self.has_byte_tokens,
         )
         return tokenizer_pb2.ListModelsResponse(models=[model])
 
@@ -81,6 +89,17 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return tokenizer_pb2.TokenizerServiceDecodeResponse(
             text=b"".join(map(token_bytes, request.token_ids)).decode("utf-8", "replace"),
             token_bytes=map(token_bytes, request.token_ids) if request.return_token_bytes else (),
+        )
+
+    async def GetTokenBytes(
+        self, request: tokenizer_pb2.GetTokenBytesRequest, context: Context
+    ) -> tokenizer_pb2.GetTokenBytesResponse:
+        if self.token_bytes_error is not None:
+            raise self.token_bytes_error
+        return tokenizer_pb2.GetTokenBytesResponse(
+            token_bytes=map(token_bytes, range(VOCAB_SIZE)),
+            special_token_ids=[EOS],
+            tokenizer_sha256=self.tokenizer_sha256,
         )
 
     async def Detokenize(

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.text.token_bytes import UnknownToken
 from tests.tokenizer_svc.synthetic import (
     bytes_tokenizer,
     encode,
@@ -14,7 +15,7 @@ from tests.tokenizer_svc.synthetic import (
 )
 from tokenizer_svc.detokenizer import make_detokenizer
 from tokenizer_svc.models import TokenizerModel
-from tokenizer_svc.vocabulary import UnknownToken, Vocabulary
+from tokenizer_svc.vocabulary import Vocabulary
 
 EMOJI = "A👩‍🚀 🌶️ ďábel 你好"
 

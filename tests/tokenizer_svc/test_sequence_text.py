@@ -4,10 +4,10 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mesh.text.sequence_text import SequenceText, TextDelta
+from mesh.text.stop_strings import StopScanner, StopStrings
 from tests.tokenizer_svc.synthetic import bytes_tokenizer, encode, id_of, vocabulary_of
 from tokenizer_svc.detokenizer import make_detokenizer
-from tokenizer_svc.sequence_text import SequenceText, TextDelta
-from tokenizer_svc.stop_strings import StopScanner, StopStrings
 
 BYTES, BYTES_VOCABULARY = vocabulary_of(bytes_tokenizer())
 END_OF_SEQUENCE = id_of(BYTES, "<|im_end|>")

@@ -21,7 +21,13 @@ from mesh.errors import (
 )
 from mesh.server import MeshServer
 from mesh.v1 import tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
-from tests.tokenizer_svc.synthetic import Json, bytes_tokenizer, encode, write_model
+from tests.tokenizer_svc.synthetic import (
+    Json,
+    bytes_tokenizer,
+    encode,
+    sentencepiece_tokenizer,
+    write_model,
+)
 from tokenizer_svc.encoder import Encoder
 from tokenizer_svc.guarded_tokenizer import load_tokenizer
 from tokenizer_svc.models import TokenizerModel, load_model
@@ -352,6 +358,30 @@ async def test_ids_outside_the_vocabulary_are_refused(stub: Stub) -> None:
             await stub.Decode(
                 tokenizer_pb2.TokenizerServiceDecodeRequest(model=model, token_ids=[258])
             )
+
+
+async def test_tokens_that_are_bytes_can_be_had_all_at_once(
+    stub: Stub, smollm2: TokenizerModel
+) -> None:
+    [listed, *_] = (await stub.ListModels(tokenizer_pb2.ListModelsRequest())).models
+    tokens = await stub.GetTokenBytes(tokenizer_pb2.GetTokenBytesRequest(model=smollm2.name))
+
+    assert listed.has_byte_tokens
+    assert tokens.tokenizer_sha256 == listed.tokenizer_sha256
+    assert list(tokens.token_bytes) == list(smollm2.vocabulary.token_bytes)
+    assert set(tokens.special_token_ids) == smollm2.vocabulary.special_ids
+
+
+async def test_tokens_that_depend_on_their_neighbours_cannot(
+    tmp_path: Path,
+) -> None:
+    folder = write_model(tmp_path, sentencepiece_tokenizer())
+    model = load_model("pieces", folder, RenderLimits())
+    async with serving([model]) as (stub, _):
+        [listed] = (await stub.ListModels(tokenizer_pb2.ListModelsRequest())).models
+        assert not listed.has_byte_tokens
+        with pytest.raises(InvalidRequest, match="neighbours"), mesh_errors():
+            await stub.GetTokenBytes(tokenizer_pb2.GetTokenBytesRequest(model="pieces"))
 
 
 async def test_one_call_serves_many_sequences_in_turn(stub: Stub) -> None:

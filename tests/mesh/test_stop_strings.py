@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenizer_svc.stop_strings import Scanned, StopScanner, StopStrings
+from mesh.text.stop_strings import Scanned, StopScanner, StopStrings
 
 # Few letters, so that matches, overlaps and false starts are common.
 TEXTS = st.text("abc", max_size=20)

@@ -3,6 +3,10 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+_MAX_SHARED_CHARS = 256
 
 
 class StopStrings:
@@ -86,6 +90,16 @@ class StopScanner:
         self._state = 0
         self._held = ""
 
+    @classmethod
+    def of(cls, strings: tuple[str, ...], *, include_stop: bool) -> Self | None:
+        """A scanner for these strings, none of them empty; None where there are none."""
+        if not strings:
+            return None
+        # Most requests bring the same few short stop strings; only those are kept.
+        is_short = sum(map(len, strings)) <= _MAX_SHARED_CHARS
+        stops = _shared(strings) if is_short else StopStrings(strings)
+        return cls(stops, include_stop=include_stop)
+
     def push(self, text: str, *, may_match: bool = True) -> Scanned:
         """Take more text; nothing must follow a match."""
         for i, char in enumerate(text):
@@ -105,3 +119,8 @@ class StopScanner:
         """The text held back, once none will follow."""
         held, self._held = self._held, ""
         return held
+
+
+@lru_cache(maxsize=64)
+def _shared(strings: tuple[str, ...]) -> StopStrings:
+    return StopStrings(strings)

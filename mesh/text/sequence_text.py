@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenizer_svc.detokenizer import Detokenizer
-from tokenizer_svc.stop_strings import Scanned, StopScanner
+from mesh.text.detokenizer import Detokenizer
+from mesh.text.stop_strings import Scanned, StopScanner
 
 
 @dataclass(frozen=True)
