@@ -3,8 +3,9 @@
     python -m benchmarks.kv_overlap MODEL_FOLDER
 
 One prefill and one decode worker and their agents, as processes. Prompts of 4,000 tokens are
-handed over after prefill and while it runs; what decode reports as its KV transfer is the time
-from the first token to the last block.
+handed over after prefill and while it runs. What decode reports as its KV transfer begins when the
+prefill worker's engine has sampled the first token, not when decode hears of it, and ends when
+decode's engine may use the last block; after prefill, it begins when decode is asked.
 """
 
 import argparse

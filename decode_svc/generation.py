@@ -1,6 +1,5 @@
 """One request on the decode engine: with KV from a prefill worker, or from its own prompt."""
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -90,7 +89,6 @@ class Generator:
         self, request: Request, remote: RemoteKv, transfer: Transfer, span: Span
     ) -> AsyncGenerator[list[TokenOutput], None]:
         """Go on from remote KV; raises ComputeHere, before any token, where there is none."""
-        started_at = time.perf_counter()
         async with self._importer.claim(request.request_id, remote) as claim:
             try:
                 if not claim.covers(request.num_remote_tokens):
@@ -106,11 +104,11 @@ class Generator:
                         if tokens := _tokens(batch, span):
                             transfer.is_running = False
                             transfer.payload_bytes = claim.payload_bytes
+                            transfer.overlap_s = claim.overlap_s
                             yield tokens
             finally:
                 transfer.first_token_ids = claim.first_token_ids
-                if claim.first_token_at is not None:
-                    transfer.overlap_s = claim.first_token_at - started_at
+                transfer.overlap_s = claim.overlap_s
 
 
 def _tokens(batch: Sequence[RunEvent], span: Span) -> list[TokenOutput]:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _SHORTEST_RENEWAL_S = 0.1
 _LONGEST_RENEWAL_S = 10.0
 _RELEASE_DELAY_S = 0.5
+_RECONNECT_DELAY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,21 @@ class RemoteKv:
     awaits_first_token: bool = False
 
 
+@dataclass(frozen=True)
+class FirstToken:
+    """What a prefill ends with."""
+
+    token_id: int
+    # By the holder's wall clock.
+    sampled_at_s: float
+
+
 class HandoverLost(Exception):
     """A prefill that was followed ended without a first token, or cannot be followed."""
+
+
+class _NotReached(Exception):
+    """The holder did not answer at all."""
 
 
 class LeaseOver(Exception):
@@ -56,6 +70,7 @@ class KvHolder:
             channels.get(remote.handle.holder_address)
         )
         self._stop_following: Callable[[], object] = lambda: None
+        self._is_stopped = False
         # By the wall clock, as the holder said last.
         self._expires_at_s = remote.handle.lease_expires_at.ToNanoseconds() / 1e9
         self.is_expired = False
@@ -67,21 +82,42 @@ class KvHolder:
 
     def stop(self) -> None:
         """Neither renew nor follow any more."""
+        self._is_stopped = True
         self._renewal.cancel()
         self._stop_following()
 
-    async def follow(self) -> AsyncGenerator[prefill_pb2.WatchKvResponse, None]:
-        """How far the prefill is, up to its first token; raises HandoverLost if there is none."""
+    async def first_token(self) -> FirstToken:
+        """Wait for the end of the prefill; raises HandoverLost if no token comes of it."""
+        give_up_at = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                return await self._follow()
+            except _NotReached as error:
+                # It has just made the handle: more likely our connection is of its predecessor.
+                if time.monotonic() >= give_up_at:
+                    raise HandoverLost(str(error)) from error
+                await asyncio.sleep(_RECONNECT_DELAY_S)
+
+    async def _follow(self) -> FirstToken:
         request = prefill_pb2.WatchKvRequest(handle_id=self._handle.handle_id)
         call = self._stub.WatchKv(request)
         self._stop_following = call.cancel
+        is_reached = False
         try:
             async for progress in call:
-                yield progress
+                is_reached = True
                 if progress.HasField("first_token_id"):
-                    return
+                    sampled_at_s = progress.sampled_at.ToNanoseconds() / 1e9
+                    return FirstToken(progress.first_token_id, sampled_at_s)
         except grpc.aio.AioRpcError as error:
-            raise HandoverLost(f"{error.code().name}: {error.details()}") from error
+            reason = f"{error.code().name}: {error.details()}"
+            if error.code() is grpc.StatusCode.UNAVAILABLE and not (is_reached or self._is_stopped):
+                raise _NotReached(reason) from error
+            raise HandoverLost(reason) from error
+        except asyncio.CancelledError:
+            if not self._is_stopped:
+                raise
+            raise HandoverLost("nobody waits for it any more") from None
         finally:
             call.cancel()
         raise HandoverLost("the holder ended the call without a token")

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, Self
@@ -15,6 +16,7 @@ from mesh import metrics
 from mesh.client import Channels
 from mesh.errors import KvTransferFailed
 from mesh.v1 import kv_transfer_pb2, types_pb2
+from worker.arrivals import Arrivals
 from worker.transfer_agent import PullFailed, TransferAgent
 
 logger = logging.getLogger(__name__)
@@ -63,8 +65,13 @@ class KvImporter:
         layout_fingerprint: str,
         block_size: int,
         limits: KvImportLimits,
+        arrivals: Arrivals | None = None,
+        block_bytes: int = 0,
     ) -> None:
+        """`arrivals` makes the ends of pulls known sooner."""
         self.engine = engine
+        self.arrivals = arrivals
+        self.block_bytes = block_bytes
         self.channels = channels
         self.engine_id = engine_id
         # This machine's agent: the one that may write to this engine's blocks.
@@ -137,6 +144,8 @@ class KvClaim:
             importer.channels, remote, timeout_s=importer.limits.release_timeout_s
         )
         self._agent = TransferAgent(importer.channels, importer.transfer_address)
+        self._started_at = time.perf_counter()
+        self._has_arrived = False
         self._is_released = False
         self._is_over = False
         self.is_importing = False
@@ -157,6 +166,11 @@ class KvClaim:
             # The engine may have asked, and nobody will answer it any more.
             self._importer.engine.remote_kv_failed(self._request_id)
 
+    @property
+    def overlap_s(self) -> float:
+        """For how long the prompt was still being computed."""
+        return 0.0 if self.first_token_at is None else self.first_token_at - self._started_at
+
     def covers(self, num_tokens: int) -> bool:
         """Whether the handle has the KV of so many tokens, in a form that fits here."""
         objection = self._importer.objection(self._handle, num_tokens)
@@ -167,9 +181,7 @@ class KvClaim:
     async def wait_for_first_token(self) -> None:
         """Until it is known, without its KV; raises KvTransferFailed if it never will be."""
         try:
-            async with aclosing(self._computed_tokens()) as counts:
-                async for _ in counts:
-                    pass
+            await self._wait_for_prefill()
         except HandoverLost as error:
             raise KvTransferFailed(f"prefill: {error}") from error
 
@@ -186,67 +198,94 @@ class KvClaim:
 
     async def _import(self, wanted: RemoteKvWanted, give_up: Callable[[Exception], None]) -> None:
         tell_engine = self._importer.engine.remote_kv_failed
+        following = asyncio.create_task(self._wait_for_prefill())
+        pulling = asyncio.create_task(self._pull(wanted))
         try:
-            if await self._fetch(wanted, give_up) is None:
-                tell_engine = self._importer.engine.remote_kv_done
-        except HandoverLost as error:
-            give_up(KvTransferFailed(f"prefill: {error}"))
+            with self._expect(wanted):
+                if await self._fetch(pulling, following, give_up) is None:
+                    tell_engine = self._importer.engine.remote_kv_done
         finally:
+            pulling.cancel()
             # Dead or alive, the request waits for this.
             tell_engine(self._request_id, self.first_token_ids)
+            # It says when the prefill ended, which the blocks do not.
+            await asyncio.wait({following}, timeout=self._importer.limits.release_timeout_s)
+            following.cancel()
+            await asyncio.gather(pulling, following, return_exceptions=True)
+            self._release_soon()
+
+    @contextmanager
+    def _expect(self, wanted: RemoteKvWanted) -> Iterator[None]:
+        """Tell the engine sooner, where the blocks' bell is heard before the agent's answer."""
+        arrivals, engine = self._importer.arrivals, self._importer.engine
+
+        def on_arrival(token_id: int) -> None:
+            self.first_token_ids = [token_id]
+            self.payload_bytes = len(wanted.block_ids) * self._importer.block_bytes
+            self._has_arrived = True
+            engine.remote_kv_done(self._request_id, self.first_token_ids)
+
+        if arrivals is None or not self._remote.awaits_first_token or not wanted.block_ids:
+            yield
+            return
+        with arrivals.expect(wanted.block_ids, on_arrival):
+            yield
 
     async def _fetch(
-        self, wanted: RemoteKvWanted, give_up: Callable[[Exception], None]
+        self,
+        pulling: "asyncio.Task[Fallback | None]",
+        following: asyncio.Task[None],
+        give_up: Callable[[Exception], None],
     ) -> Fallback | None:
-        """Fill the wanted blocks; None when they are whole and nobody has changed their source."""
-        fallback = Fallback.LEASE_EXPIRED if self._holder.is_expired else None
+        """None when the blocks are whole and nobody has changed their source.
+
+        When it returns, nothing can write to them any more.
+        """
+        patience_s = self._importer.limits.pull_timeout_s
+        is_lost = False
+        await asyncio.wait({pulling, following}, return_when=asyncio.FIRST_COMPLETED)
+        if not self.first_token_ids:
+            try:
+                await following
+            except HandoverLost as error:
+                give_up(KvTransferFailed(f"prefill: {error}"))
+                is_lost, patience_s = True, 0.0
+        if self._has_arrived:
+            # Whatever else goes wrong.
+            return None
         may_still_write = False
-        num_pulled = 0
-        async with aclosing(self._computed_tokens()) as counts:
-            async for num_tokens in counts:
-                end = self._num_readable_blocks(wanted, num_tokens)
-                # After a failure only the first token is still of interest.
-                if fallback is not None or end <= num_pulled:
-                    continue
-                try:
-                    await self._pull(wanted, num_pulled, end)
-                except PullFailed as error:
-                    logger.warning("pull failed", extra={"reason": str(error)})
-                    fallback, may_still_write = Fallback.PULL_FAILED, error.may_still_write
-                num_pulled = end
-        if fallback is None:
-            assert num_pulled == len(wanted.block_ids), "the last count covers everything"
-            fallback = await self._end_reading()
-        self._release_soon()
-        if fallback is not None and not self._is_over:
+        try:
+            fallback = await _outcome(pulling, patience_s)
+            if fallback is None and not is_lost:
+                fallback = await self._end_reading()
+        except PullFailed as error:
+            logger.warning("pull failed", extra={"reason": str(error)})
+            fallback, may_still_write = Fallback.PULL_FAILED, error.may_still_write
+        if fallback is not None or is_lost:
+            self._release_soon()
+        if fallback is not None and not (self._is_over or is_lost):
             count_fallback(fallback)
-        if may_still_write and not await self._agent.is_quiet():
+        if may_still_write and not await self._agent.is_quiet(self._request_id):
             give_up(ComputeHere())
-            await self._agent.wait_until_quiet()
-        return fallback
+            await self._agent.wait_until_quiet(self._request_id)
+        return Fallback.INCOMPLETE if is_lost else fallback
 
-    async def _computed_tokens(self) -> AsyncGenerator[int, None]:
-        """How many tokens' KV can be read; the last count is that of the handle."""
+    async def _wait_for_prefill(self) -> None:
+        """Until the first token is known, if that is to come; raises HandoverLost if not."""
         if self._remote.awaits_first_token:
-            async with aclosing(self._holder.follow()) as changes:
-                async for progress in changes:
-                    if not progress.HasField("first_token_id"):
-                        yield progress.num_computed_tokens
-                        continue
-                    self.first_token_ids = [progress.first_token_id]
-                    self.first_token_at = time.perf_counter()
-        yield self._handle.num_tokens
+            token = await self._holder.first_token()
+            self.first_token_ids = [token.token_id]
+            # Another machine's clock may be wrong, but not that wrong.
+            age_s = max(0.0, time.time() - token.sampled_at_s)
+            self.first_token_at = max(self._started_at, time.perf_counter() - age_s)
 
-    def _num_readable_blocks(self, wanted: RemoteKvWanted, num_tokens: int) -> int:
-        """How many of the wanted blocks are computed: full ones until the prompt is."""
-        if num_tokens >= self._handle.num_tokens:
-            return len(wanted.block_ids)
-        num_blocks = num_tokens // self._importer.block_size - wanted.first_block_index
-        return min(max(0, num_blocks), len(wanted.block_ids))
-
-    async def _pull(self, wanted: RemoteKvWanted, start: int, end: int) -> None:
-        """Fill the wanted blocks from `start` to `end`; raises PullFailed."""
-        source = slice(wanted.first_block_index + start, wanted.first_block_index + end)
+    async def _pull(self, wanted: RemoteKvWanted) -> Fallback | None:
+        """Fill the wanted blocks, while they are computed if need be; raises PullFailed."""
+        if self._holder.is_expired:
+            return Fallback.LEASE_EXPIRED
+        if not wanted.block_ids:
+            return None
+        source = slice(wanted.first_block_index, wanted.first_block_index + len(wanted.block_ids))
         request = kv_transfer_pb2.PullRequest(
             request_id=self._request_id,
             source_engine_id=self._handle.engine_id,
@@ -254,12 +293,19 @@ class KvClaim:
             source_generations=self._handle.block_generations[source],
             source_address=self._handle.transfer_address,
             destination_engine_id=self._importer.engine_id,
-            destination_block_ids=wanted.block_ids[start:end],
+            destination_block_ids=wanted.block_ids,
+            follows=self._remote.awaits_first_token,
         )
-        left_s = max(0.0, self._remote.deadline - time.monotonic())
-        timeout_s = min(self._importer.limits.pull_timeout_s, left_s)
-        response = await self._agent.pull(request, timeout_s)
-        self.payload_bytes += response.payload_bytes
+        timeout_s = max(0.0, self._remote.deadline - time.monotonic())
+        if not self._remote.awaits_first_token:
+            timeout_s = min(self._importer.limits.pull_timeout_s, timeout_s)
+        response = await self._agent.pull(request, None if timeout_s == math.inf else timeout_s)
+        self.payload_bytes = response.payload_bytes
+        if response.HasField("next_token_id"):
+            self.first_token_ids = [response.next_token_id]
+            # At the latest.
+            self.first_token_at = self.first_token_at or time.perf_counter()
+        return None
 
     async def _end_reading(self) -> Fallback | None:
         """Make sure that what was read is what the handle stands for.
@@ -286,3 +332,12 @@ class KvClaim:
 def count_fallback(fallback: Fallback) -> None:
     metrics.KV_TRANSFER_FAILURES.add(1, {"reason": fallback.value})
     logger.warning("KV is computed again", extra={"reason": fallback.value})
+
+
+async def _outcome(pulling: "asyncio.Task[Fallback | None]", patience_s: float) -> Fallback | None:
+    """What a pull comes to; it is given up when it takes longer. Raises PullFailed."""
+    await asyncio.wait({pulling}, timeout=patience_s)
+    if pulling.done():
+        return pulling.result()
+    pulling.cancel()
+    raise PullFailed("it was given up", may_still_write=True)

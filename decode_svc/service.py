@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any
 
 import grpc
@@ -20,6 +20,7 @@ from mesh import metrics
 from mesh.client import remaining_s
 from mesh.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from worker import translate
+from worker.arrivals import Arrivals
 from worker.engine_port import EnginePort
 from worker.host import Quiescence, Service, Worker
 from worker.load_samples import LoadSamples
@@ -170,6 +171,8 @@ def decode_service(config: DecodeConfig) -> Service:
 
     @asynccontextmanager
     async def serving(worker: Worker) -> AsyncIterator[Quiescence]:
+        marks = worker.loaded.engine.block_marks
+        arrivals = Arrivals(marks) if marks is not None else None
         importer = KvImporter(
             worker.requests,
             worker.channels,
@@ -178,6 +181,8 @@ def decode_service(config: DecodeConfig) -> Service:
             layout_fingerprint=worker.loaded.layout_fingerprint,
             block_size=config.block_size,
             limits=KvImportLimits(config.kv_pull_timeout_s, config.kv_release_timeout_s),
+            arrivals=arrivals,
+            block_bytes=worker.loaded.engine.block_bytes,
         )
         generator = Generator(worker.requests, worker.streams, importer, untiered=worker.engine)
         feeds = Feeds()
@@ -192,7 +197,8 @@ def decode_service(config: DecodeConfig) -> Service:
             feeds.close()
             await importer.wait_until_idle()
 
-        async with importer:
-            yield quiescence
+        with arrivals or nullcontext():
+            async with importer:
+                yield quiescence
 
     return serving

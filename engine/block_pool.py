@@ -1,11 +1,11 @@
 """The KV cache's fixed blocks: who owns them, what the free ones still contain."""
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.block_marks import BlockMarks
 from engine.block_residency import ResidencyClock
 
 _NUM_GENERATIONS = 1 << 32
@@ -39,7 +39,9 @@ class BlockPool:
     come to hold the same content: the first one registered is the one that is found.
 
     A block's generation changes whenever it is handed out for new content, before that is
-    written: who reads a block without owning it compares before and after.
+    written: who reads a block without owning it compares before and after. Once that content is
+    whole, the block is marked as filled in that generation; and for who reads a sequence while it
+    is computed, its last block is marked with the token that came next.
     """
 
     def __init__(
@@ -49,15 +51,13 @@ class BlockPool:
         hasher: BlockHasher,
         *,
         enable_prefix_caching: bool = True,
-        generations: "array[int] | memoryview[int] | None" = None,
+        marks: BlockMarks | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._hasher = hasher
         self._enable_prefix_caching = enable_prefix_caching
-        self._generations = (
-            array("I", bytes(4 * num_blocks)) if generations is None else generations
-        )
+        self._marks = marks or BlockMarks.private(num_blocks)
         self.residency = ResidencyClock(num_blocks)
         self._num_owners = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
@@ -164,8 +164,17 @@ class BlockPool:
             generations=self.generations_of(block_ids),
         )
 
+    def mark_filled(self, block_ids: Sequence[int]) -> None:
+        """All content that these owned blocks will have in this generation is written."""
+        for block_id in block_ids:
+            self._marks.filled[block_id] = self._marks.generations[block_id]
+
+    def mark_next_token(self, block_id: int, token_id: int) -> None:
+        """A token was sampled after the last one in this owned block."""
+        self._marks.next_tokens[block_id] = token_id + 1
+
     def generations_of(self, block_ids: Sequence[int]) -> list[int]:
-        return [self._generations[block_id] for block_id in block_ids]
+        return [self._marks.generations[block_id] for block_id in block_ids]
 
     def _take(self) -> int:
         if self._free_blank:
@@ -176,7 +185,9 @@ class BlockPool:
             self.residency.evicted(block_id)
         self.residency.handed_out(block_id)
         self._num_owners[block_id] = 1
-        self._generations[block_id] = (self._generations[block_id] + 1) % _NUM_GENERATIONS
+        marks = self._marks
+        marks.next_tokens[block_id] = 0
+        marks.generations[block_id] = (marks.generations[block_id] + 1) % _NUM_GENERATIONS
         return block_id
 
     def _unregister(self, block_id: int) -> None:

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import TypeVar
 
 from engine.batcher import Batch, Batcher, ScheduledRequest
+from engine.block_marks import BlockMarks
 from engine.block_pool import BlockEvents, BlockHasher, BlockPool
 from engine.block_residency import Residency
 from engine.config import EngineConfig, ModelConfig
@@ -67,6 +68,9 @@ class Engine:
         self.block_bytes = runner.block_bytes
         # Where in the segment's file the blocks' generations are; None: there is no file.
         self.generations_offset: int | None = None
+        self.filled_offset: int | None = None
+        # What others are told of the blocks there.
+        self.block_marks: BlockMarks | None = None
         self.max_num_batched_tokens = batcher.max_num_batched_tokens
         self.max_num_requests = batcher.max_num_seqs + max_num_waiting
         self._clock = clock
@@ -83,6 +87,8 @@ class Engine:
         self.is_stalled = True
         # Called within `step`; may be replaced.
         self.on_block_events: Callable[[BlockEvents], None] = lambda events: None
+        # Called within `step` when blocks were filled that others may be waiting to read.
+        self.on_filled: Callable[[], None] = lambda: None
         # Called at the end of each `step` that computed or preempted something.
         self.on_step: Callable[[StepReport], None] | None = None
 
@@ -282,6 +288,8 @@ class Engine:
                 events += self._commit_tokens(item, usable, now)
             else:
                 events.append(self._progress(item.request))
+        if any(item.request.hold_blocks for item in batch.scheduled):
+            self.on_filled()
         return events
 
     def _commit_tokens(
@@ -313,6 +321,7 @@ class Engine:
         if num_full > len(request.block_keys):
             self._pool.extend_keys(request.block_keys, request.token_ids, request.cache_salt)
         filled = slice(num_full_before, num_full)
+        self._pool.mark_filled(request.block_ids[filled])
         # No keys: prefix caching is off.
         for block_id, key in zip(
             request.block_ids[filled], request.block_keys[filled], strict=False
@@ -339,6 +348,9 @@ class Engine:
         if reason is None:
             self._held[request.request_id] = _take(request.block_ids)
             held_block_ids = tuple(self._held[request.request_id])
+            # It may have room left that nobody will use.
+            self._pool.mark_filled(held_block_ids[-1:])
+            self._pool.mark_next_token(held_block_ids[-1], token.token_id)
         generations = tuple(self._pool.generations_of(held_block_ids))
         self._retire(request)
         return TokenOutput(
@@ -354,6 +366,7 @@ class Engine:
             held_block_ids=held_block_ids,
             held_block_generations=generations,
             num_held_tokens=request.num_computed_tokens if held_block_ids else 0,
+            sampled_at=now,
         )
 
     def _progress(self, request: Request) -> PrefillProgress:
@@ -461,7 +474,7 @@ def build_engine(
         config.block_size,
         hasher_factory(layout.fields()),
         enable_prefix_caching=config.enable_prefix_caching,
-        generations=kv_cache.generations,
+        marks=kv_cache.marks,
     )
     batcher = Batcher(
         pool,
@@ -483,4 +496,7 @@ def build_engine(
     )
     if config.segment_path is not None:
         engine.generations_offset = layout.generations_offset(num_blocks)
+        engine.filled_offset = layout.filled_offset(num_blocks)
+        engine.on_filled = kv_cache.marks.bell.ring
+        engine.block_marks = kv_cache.marks
     return engine

@@ -6,7 +6,6 @@ import fcntl
 import math
 import mmap
 import os
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.block_marks import BlockMarks
 from engine.config import KvDtypeName
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ class KvCacheLayout:
         """Where in a segment's file the generations are: on the first page after the blocks."""
         return -(-num_blocks * self.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
+    def filled_offset(self, num_blocks: int) -> int:
+        """Where in the file the marks are that tell which blocks are filled."""
+        return self.generations_offset(num_blocks) + BlockMarks.filled_offset(num_blocks)
+
     def fields(self) -> dict[str, str | int]:
         """What two engines must agree on to exchange blocks."""
         return {
@@ -74,7 +78,7 @@ class KvCache:
 
     With a path, that is a file (in /dev/shm) that a transfer agent can map; this
     object owns the file and holds its lock for as long as it lives. Behind the blocks the
-    file has their `generations`, by which the agent sees that one got new content.
+    file has their marks, by which the agent sees that one got new content or is filled.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class KvCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self.path = path
-        self.generations: array[int] | memoryview[int] = array("I")
+        self.marks: BlockMarks
         self._release: Callable[[], None] = lambda: None
         # uint8[num_blocks, block_bytes]; of a cache on another device, without rows.
         self.memory: npt.NDArray[np.uint8] = np.empty((0, layout.block_bytes), dtype=np.uint8)
@@ -102,8 +106,7 @@ class KvCache:
             self.memory = memory.reshape(num_blocks, layout.block_bytes)
         else:
             self._tensor = _zeros(layout, num_blocks, device)
-        if not self.generations:
-            self.generations = array("I", bytes(4 * num_blocks))
+            self.marks = BlockMarks.private(num_blocks)
 
     @property
     def tensor(self) -> Tensor:
@@ -132,16 +135,15 @@ class KvCache:
     def _map(self, num_bytes: int) -> mmap.mmap:
         # Every page is touched here: the first touch of shared memory costs ten times a write.
         if self.path is None:
+            self.marks = BlockMarks.private(self.num_blocks)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
             return mmap.mmap(-1, num_bytes, flags=flags)
         offset = self.layout.generations_offset(self.num_blocks)
-        generations_bytes = self.num_blocks * array("I").itemsize
-        descriptor = _create_segment(self.path, offset + generations_bytes)
+        marks_bytes = BlockMarks.num_bytes(self.num_blocks)
+        descriptor = _create_segment(self.path, offset + marks_bytes)
         self._release = lambda: _remove_segment(descriptor, self.path)
-        # A mapping of its own: whoever keeps the generations does not keep the blocks.
-        self.generations = memoryview(mmap.mmap(descriptor, generations_bytes, offset=offset)).cast(
-            "I"
-        )
+        # A mapping of its own: whoever keeps the marks does not keep the blocks.
+        self.marks = BlockMarks(mmap.mmap(descriptor, marks_bytes, offset=offset), self.num_blocks)
         return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
 

@@ -126,6 +126,8 @@ class TokenOutput:
     held_block_ids: tuple[int, ...] = ()
     held_block_generations: tuple[int, ...] = ()
     num_held_tokens: int = 0
+    # Also with `hold_blocks`: when the token was sampled, by the engine's clock.
+    sampled_at: float = 0.0
 
     @property
     def is_last(self) -> bool:

@@ -1,14 +1,17 @@
 """Pulls: blocks from one engine to another, checked, timed and counted."""
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_transfer_svc.fill_watch import Filled, FillWatch
+from kv_transfer_svc.filling import Filling
 from kv_transfer_svc.peers import Peers
 from kv_transfer_svc.runs import BlockRun, to_runs
 from kv_transfer_svc.segments import Segment, SegmentTable
@@ -16,11 +19,14 @@ from kv_transfer_svc.tiers.cold_tiers import ColdTiers, Loaded
 from kv_transfer_svc.transports.base import RemoteSource, RemoteTransport, Transport
 from kv_transfer_svc.transports.block_server import BlockServer
 from kv_transfer_svc.transports.mooncake import MooncakeTransport
+from kv_transfer_svc.transports.segment_copy import CopyProgress, FollowingCopy
 from kv_transfer_svc.transports.tcp import TcpTransport
 from mesh import metrics
 from mesh.block_keys import layout_difference
 from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch
 from mesh.telemetry import Stopwatch
+
+_ALL = slice(None)
 
 TransportName = Literal["shared_memory", "tcp", "mooncake"]
 
@@ -37,6 +43,10 @@ class Pull:
     source_generations: Sequence[int] = ()
     # The agent of the source, for when that is not this one.
     source_address: str = ""
+    # Whoever wants them can ask whether that still goes on.
+    request_id: str = ""
+    # The source is still filling them, in this order.
+    follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +57,18 @@ class Moved:
     num_runs: int
     copy_s: float
     transport: TransportName = "shared_memory"
+    # What the source sampled after the last block, where the pull followed it.
+    next_token_id: int | None = None
+
+    @classmethod
+    def of(cls, progress: CopyProgress, transport: TransportName) -> Self:
+        return cls(
+            progress.num_bytes,
+            progress.num_runs,
+            progress.copy_s,
+            transport,
+            progress.next_token_id,
+        )
 
     @property
     def gb_per_s(self) -> float:
@@ -81,6 +103,7 @@ class Network:
     peers: Peers
     tcp: TcpTransport
     block_server: BlockServer
+    fill_watch: FillWatch
     # Used where the other side has it too.
     mooncake: MooncakeTransport | None = None
 
@@ -107,6 +130,9 @@ class TransferAgent:
         self._transport = transport
         self.network = network
         self.tiers = tiers
+        # Those that run, by the id of their request.
+        self._active: Counter[str] = Counter()
+        self._unfinished: set[CopyProgress] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -119,7 +145,7 @@ class TransferAgent:
 
     async def pull(self, pull: Pull) -> Moved:
         """Copy the blocks; returns, or raises, when no byte is being written any more."""
-        with self._copying():
+        with self._copying(pull.request_id):
             moved = await self._pull(pull)
         self._count(moved)
         return moved
@@ -133,23 +159,36 @@ class TransferAgent:
                 segment, stored.model, stored.keys, stored.block_ids, stored.generations
             )
 
-    async def load(self, engine_id: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> Loaded:
+    async def load(
+        self, engine_id: str, keys: Sequence[bytes], block_ids: Sequence[int], request_id: str = ""
+    ) -> Loaded:
         """Fill blocks from the colder tiers, as many of the leading ones as they have."""
         if self.tiers is None:
             return Loaded()
-        with self._copying(), self.segments.in_use(engine_id) as (segment,):
+        with self._copying(request_id), self.segments.in_use(engine_id) as (segment,):
             return await self.tiers.load(segment, keys, block_ids)
 
+    @property
+    def num_bytes(self) -> int:
+        """Moved since the start, by pulls that still run too."""
+        return self.stats.num_bytes + sum(one.num_bytes for one in self._unfinished)
+
+    def num_active_pulls(self, request_id: str) -> int:
+        """Of a request, or of all where none is named."""
+        return self._active[request_id] if request_id else self.stats.num_active_pulls
+
     @contextmanager
-    def _copying(self) -> Iterator[None]:
+    def _copying(self, request_id: str) -> Iterator[None]:
         """Counted before the first check: callers ask for it to learn whether a call that they
         gave up could still write."""
         self.stats.num_active_pulls += 1
+        self._active[request_id] += 1
         self._idle.clear()
         try:
             yield
         finally:
             self.stats.num_active_pulls -= 1
+            self._active -= Counter((request_id,))
             if self.stats.num_active_pulls == 0:
                 self._idle.set()
 
@@ -177,26 +216,67 @@ class TransferAgent:
             block_ids = np.asarray(pull.source_block_ids, np.int64)
             generations = _generations(pull)
             source.check_generations(block_ids, generations)
-            stopwatch = Stopwatch()
-            num_bytes = await self._transport.copy(source, destination, runs)
-            copy_s = stopwatch.elapsed_s
+            if pull.follows:
+                moved = await self._follow(pull, source, destination)
+            else:
+                stopwatch = Stopwatch()
+                num_bytes = await self._transport.copy(source, destination, runs)
+                moved = Moved(num_bytes, len(runs), stopwatch.elapsed_s)
             # Blocks that were reused meanwhile may have been read half old, half new.
             source.check_generations(block_ids, generations)
-            _check_complete(num_bytes, pull, destination)
-            return Moved(num_bytes, len(runs), copy_s)
+            _check_complete(moved.num_bytes, pull, destination)
+            return moved
+
+    async def _follow(self, pull: Pull, source: Segment, destination: Segment) -> Moved:
+        filling = Filling(source, pull.source_block_ids, pull.source_generations)
+        with self._watched() as progress:
+            copy = FollowingCopy(
+                source,
+                destination,
+                pull.source_block_ids,
+                pull.destination_block_ids,
+                filling,
+                progress,
+            )
+            await self._transport.follow(copy)
+        return Moved.of(progress, "shared_memory")
+
+    @contextmanager
+    def _watched(self) -> Iterator[CopyProgress]:
+        """Count what a copy moves while it runs: it may take as long as a prefill."""
+        progress = CopyProgress()
+        self._unfinished.add(progress)
+        try:
+            yield progress
+        finally:
+            self._unfinished.discard(progress)
 
     async def _pull_from_afar(self, pull: Pull, network: Network) -> Moved:
         """The source's agent does the checks of the source, or the transport for it."""
         source = await network.peers.locate(pull.source_address, pull.source_engine_id)
         with self.segments.in_use(pull.destination_engine_id) as (destination,):
             check_layouts(source, destination.spec)
-            runs = _runs(pull, source, destination)
+            _runs(pull, source, destination)
             destination.check_size()
             transport, name = network.transport(source)
-            stopwatch = Stopwatch()
-            num_bytes = await transport.read(source, destination, runs, _generations(pull))
-            _check_complete(num_bytes, pull, destination)
-            return Moved(num_bytes, len(runs), stopwatch.elapsed_s, name)
+            num_read = 0
+            async with aclosing(_filled(pull, network)) as changes:
+                with self._watched() as progress:
+                    async for filled in changes:
+                        part = slice(num_read, filled.num_blocks)
+                        runs = _runs(pull, source, destination, part)
+                        stopwatch = Stopwatch()
+                        progress.num_bytes += await transport.read(
+                            source, destination, runs, _generations(pull)[part]
+                        )
+                        progress.copy_s += stopwatch.elapsed_s
+                        progress.num_runs += len(runs)
+                        progress.next_token_id = filled.next_token_id
+                        num_read = filled.num_blocks
+            _check_complete(progress.num_bytes, pull, destination)
+            if destination.fill_marks is not None and progress.next_token_id is not None:
+                destination.fill_marks.announce(pull.destination_block_ids, progress.next_token_id)
+            return Moved.of(progress, name)
 
     def _count(self, moved: Moved) -> None:
         self.stats.num_pulls += 1
@@ -243,10 +323,25 @@ def check_layouts(source: BlockLayout, destination: BlockLayout) -> None:
         )
 
 
-def _runs(pull: Pull, source: BlockLayout, destination: Segment) -> list[BlockRun]:
+async def _filled(pull: Pull, network: Network) -> AsyncGenerator[Filled, None]:
+    """How many of the blocks of a pull can be read on another machine, to the last one."""
+    if not pull.follows:
+        yield Filled(len(pull.source_block_ids))
+        return
+    progress = network.peers.watch(
+        pull.source_address, pull.source_engine_id, pull.source_block_ids, pull.source_generations
+    )
+    async with aclosing(progress):
+        async for filled in progress:
+            yield filled
+
+
+def _runs(
+    pull: Pull, source: BlockLayout, destination: Segment, part: slice = _ALL
+) -> list[BlockRun]:
     return to_runs(
-        pull.source_block_ids,
-        pull.destination_block_ids,
+        pull.source_block_ids[part],
+        pull.destination_block_ids[part],
         source.num_blocks,
         destination.spec.num_blocks,
     )

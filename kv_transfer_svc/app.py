@@ -4,6 +4,7 @@ from contextlib import AsyncExitStack, closing
 
 from kv_transfer_svc.agent import Network, TransferAgent
 from kv_transfer_svc.config import KvTransferConfig
+from kv_transfer_svc.fill_watch import FillWatch
 from kv_transfer_svc.peers import Peers
 from kv_transfer_svc.segments import SegmentTable
 from kv_transfer_svc.service import KvTransferServicer
@@ -47,7 +48,9 @@ async def run(config: KvTransferConfig) -> None:
         stack.enter_context(closing(tcp))
         peers = Peers(await stack.enter_async_context(Channels()))
         shared_memory = stack.enter_context(closing(SharedMemoryTransport(config.num_copy_threads)))
-        network = Network(peers, tcp, block_server, _open_mooncake(config, segments, stack))
+        fill_watch = stack.enter_context(closing(FillWatch(segments)))
+        mooncake = _open_mooncake(config, segments, stack)
+        network = Network(peers, tcp, block_server, fill_watch, mooncake)
         redis = connect_redis(config.redis_url)
         stack.push_async_callback(redis.aclose)
         publishers = await stack.enter_async_context(

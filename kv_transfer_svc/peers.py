@@ -1,8 +1,10 @@
 """Other machines' agents: where the blocks of their engines can be read."""
 
 from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
+from kv_transfer_svc.fill_watch import Filled
 from kv_transfer_svc.transports.base import MooncakeSource, RemoteSource
 from mesh.client import Channels, mesh_errors
 from mesh.errors import KvTransferFailed, MeshError
@@ -35,6 +37,32 @@ class Peers:
     def forget(self, address: str, engine_id: str) -> None:
         """After a failure: the agent may have restarted, with another port and another token."""
         self._sources.pop((address, engine_id), None)
+
+    async def watch(
+        self, address: str, engine_id: str, block_ids: Sequence[int], generations: Sequence[int]
+    ) -> AsyncGenerator[Filled, None]:
+        """Each time that more of the leading blocks are filled, up to the token after them.
+
+        Raises KvTransferFailed when the engine will not fill them.
+        """
+        stub: KvTransferServiceAsyncStub = kv_transfer_pb2_grpc.KvTransferServiceStub(
+            self._channels.get(address)
+        )
+        request = kv_transfer_pb2.WatchBlocksRequest(
+            engine_id=engine_id, block_ids=block_ids, generations=generations
+        )
+        call = stub.WatchBlocks(request)
+        try:
+            with mesh_errors():
+                async for response in call:
+                    next_token_id: int | None = None
+                    if response.HasField("next_token_id"):
+                        next_token_id = response.next_token_id
+                    yield Filled(response.num_filled, next_token_id)
+        except MeshError as error:
+            raise KvTransferFailed(f"agent {address}: {error}") from error
+        finally:
+            call.cancel()
 
     async def _ask(self, address: str, engine_id: str) -> RemoteSource:
         stub: KvTransferServiceAsyncStub = kv_transfer_pb2_grpc.KvTransferServiceStub(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_transfer_svc.fill_marks import MARK, FillMarks
 from mesh.errors import InvalidRequest, KvTransferFailed
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,6 @@ logger = logging.getLogger(__name__)
 # Linux 5.14; absent from the mmap module of Python 3.11.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
-_GENERATION = np.dtype("<u4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ class SegmentSpec:
     generations_offset: int | None = None
     # What the fingerprint stands for, for messages.
     layout: Mapping[str, str] = field(default_factory=dict)
+    # None: the engine does not tell which blocks are filled.
+    filled_offset: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -43,9 +45,12 @@ class SegmentSpec:
 
     @property
     def file_bytes(self) -> int:
-        if self.generations_offset is None:
-            return self.num_bytes
-        return self.generations_offset + self.num_blocks * _GENERATION.itemsize
+        end = self.num_bytes
+        if self.generations_offset is not None:
+            end = self.generations_offset + self.num_blocks * MARK.itemsize
+        if self.filled_offset is not None:
+            end = max(end, self.filled_offset + FillMarks.num_bytes(self.num_blocks))
+        return end
 
 
 class Segment:
@@ -65,8 +70,16 @@ class Segment:
         self._generations: NDArray[np.uint32] | None = None
         if spec.generations_offset is not None:
             self._generations = np.frombuffer(
-                self._map, _GENERATION, spec.num_blocks, spec.generations_offset
+                self._map, MARK, spec.num_blocks, spec.generations_offset
             )
+        # None: the engine does not tell which blocks are filled.
+        self.fill_marks: FillMarks | None = None
+        if self._generations is not None and spec.filled_offset is not None:
+            self.fill_marks = FillMarks(
+                self._map, self._generations, spec.num_blocks, spec.filled_offset
+            )
+        # Not any more: the engine is gone, and what it was filling stays as it is.
+        self.is_attached = True
         self._is_resident = np.zeros(spec.num_blocks, dtype=np.bool_)
         # Also used from the threads that serve other machines.
         self._lock = threading.Lock()
@@ -105,6 +118,7 @@ class Segment:
             # The views go before the mapping that they point into.
             self._blocks = None
             self._generations = None
+            self.fill_marks = None
             try:
                 self._map.close()
             except BufferError:
@@ -188,6 +202,7 @@ class SegmentTable:
             yield segment
         finally:
             with self._lock:
+                segment.is_attached = False
                 is_gone = self._segments.get(spec.engine_id) is segment
                 if is_gone:
                     del self._segments[spec.engine_id]
@@ -225,9 +240,9 @@ def _open(spec: SegmentSpec) -> int:
         raise InvalidRequest("engine_id is empty", param="engine_id")
     if spec.block_bytes == 0 or spec.num_blocks == 0:
         raise InvalidRequest("a segment has at least one block of at least one byte")
-    offset = spec.generations_offset
-    if offset is not None and (offset < spec.num_bytes or offset % _GENERATION.itemsize):
-        raise InvalidRequest(f"generations cannot begin at byte {offset}")
+    for offset in (spec.generations_offset, spec.filled_offset):
+        if offset is not None and (offset < spec.num_bytes or offset % MARK.itemsize):
+            raise InvalidRequest(f"generations cannot begin at byte {offset}")
     try:
         file = os.open(spec.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -32,6 +33,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             request.layout_fingerprint,
             request.generations_offset if request.HasField("generations_offset") else None,
             dict(request.layout),
+            request.filled_offset if request.HasField("filled_offset") else None,
         )
         extra = {"engine_id": spec.engine_id, "num_blocks": spec.num_blocks}
         with self._agent.segments.attached(spec):
@@ -57,6 +59,8 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             list(request.destination_block_ids),
             list(request.source_generations),
             request.source_address,
+            request.request_id,
+            request.follows,
         )
         with span("kv.pull", {"pdmesh.kv.num_blocks": len(pull.source_block_ids)}) as current:
             moved = await self._agent.pull(pull)
@@ -70,12 +74,29 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             )
         return kv_transfer_pb2.PullResponse(
             payload_bytes=moved.num_bytes,
+            next_token_id=moved.next_token_id,
             timings=[
                 types_pb2.StageTiming(
                     stage=types_pb2.STAGE_KV_TRANSFER, duration_ms=moved.copy_s * 1000
                 )
             ],
         )
+
+    async def WatchBlocks(
+        self,
+        request: kv_transfer_pb2.WatchBlocksRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncGenerator[kv_transfer_pb2.WatchBlocksResponse, None]:
+        if self._agent.network is None:
+            raise KvTransferFailed("this agent sends nothing to other machines")
+        progress = self._agent.network.fill_watch.follow(
+            request.engine_id, list(request.block_ids), list(request.generations)
+        )
+        async with aclosing(progress):
+            async for filled in progress:
+                yield kv_transfer_pb2.WatchBlocksResponse(
+                    num_filled=filled.num_blocks, next_token_id=filled.next_token_id
+                )
 
     async def StoreBlocks(
         self,
@@ -98,7 +119,10 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     ) -> kv_transfer_pb2.LoadBlocksResponse:
         with span("kv.load", {"pdmesh.kv.num_blocks": len(request.keys)}) as current:
             loaded = await self._agent.load(
-                request.engine_id, list(request.keys), list(request.block_ids)
+                request.engine_id,
+                list(request.keys),
+                list(request.block_ids),
+                request.request_id,
             )
             current.set_attributes(
                 {
@@ -145,9 +169,9 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         stats, tiers = self._agent.stats, self._agent.tiers
         response = kv_transfer_pb2.GetStatsResponse(
             num_segments=len(self._agent.segments),
-            num_active_pulls=stats.num_active_pulls,
+            num_active_pulls=self._agent.num_active_pulls(request.request_id),
             num_pulls=stats.num_pulls,
-            payload_bytes=stats.num_bytes,
+            payload_bytes=self._agent.num_bytes,
             copy_seconds=stats.copy_s,
         )
         if tiers is not None:

@@ -14,6 +14,8 @@ class Progress:
     num_computed_tokens: int
     # Set when it has finished.
     first_token_id: int | None = None
+    # By time.perf_counter.
+    sampled_at: float = 0.0
 
 
 class _Handover:

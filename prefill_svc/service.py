@@ -75,6 +75,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     async for batch in batches:
                         match batch[-1]:
                             case TokenOutput() as first:
+                                # Before all else: whoever follows the handle waits for it.
+                                finished = self._finish(prompt, first, early)
                                 span.add_event("first_token")
                                 span.set_attributes(end_attributes(first))
                             case PrefillProgress() as progress if early is None:
@@ -87,7 +89,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                                 self._advance(early, progress)
                                 yield _progress(progress)
             assert first is not None, "run_request ends with a token or an error"
-            yield prefill_pb2.PrefillResponse(finished=self._finish(prompt, first, early))
+            yield prefill_pb2.PrefillResponse(finished=finished)
             # Only a caller that has taken the stream to its end gets us here.
             is_delivered = True
         except (asyncio.CancelledError, GeneratorExit):
@@ -102,10 +104,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncGenerator[prefill_pb2.WatchKvResponse, None]:
         async with aclosing(self._handovers.follow(request.handle_id)) as changes:
             async for progress in changes:
-                yield prefill_pb2.WatchKvResponse(
+                message = prefill_pb2.WatchKvResponse(
                     num_computed_tokens=progress.num_computed_tokens,
                     first_token_id=progress.first_token_id,
                 )
+                if progress.first_token_id is not None:
+                    message.sampled_at.CopyFrom(_after(progress.sampled_at - time.perf_counter()))
+                yield message
 
     async def RenewKv(
         self, request: prefill_pb2.RenewKvRequest, context: Context
@@ -183,7 +188,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def _lease(self, prompt: Request, first: TokenOutput) -> types_pb2.KvHandle:
         lease_s = self._leases.grant(prompt.request_id)
-        self._handovers.advance(prompt.request_id, Progress(first.num_held_tokens, first.token_id))
+        self._handovers.advance(
+            prompt.request_id, Progress(first.num_held_tokens, first.token_id, first.sampled_at)
+        )
         return self._handle(
             prompt,
             lease_s,

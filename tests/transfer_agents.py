@@ -7,6 +7,7 @@ from typing import Any
 
 from kv_transfer_svc.agent import Network, Pull, TransferAgent
 from kv_transfer_svc.app import SERVICE_NAME
+from kv_transfer_svc.fill_watch import FillWatch
 from kv_transfer_svc.peers import Peers
 from kv_transfer_svc.segments import Segment, SegmentSpec, SegmentTable
 from kv_transfer_svc.service import KvTransferServicer
@@ -78,7 +79,8 @@ async def start_agent(
         if mooncake is not None:
             stack.enter_context(closing(mooncake))
             segments.on_detach(mooncake.conceal)
-        network = Network(peers, tcp, block_server, mooncake)
+        fill_watch = stack.enter_context(closing(FillWatch(segments)))
+        network = Network(peers, tcp, block_server, fill_watch, mooncake)
         agent = TransferAgent(segments, transport, network, tiers)
         server = MeshServer(listen)
         server.add(

@@ -16,6 +16,7 @@ from kv_transfer_svc.agent import TransferAgent as Agent
 from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment, SegmentTable
 from kv_transfer_svc.service import KvTransferServicer
+from kv_transfer_svc.transports.segment_copy import FollowingCopy
 from kv_transfer_svc.transports.shared_memory import SharedMemoryTransport
 from mesh.client import Channels, connect
 from mesh.registry import new_incarnation
@@ -62,6 +63,9 @@ class GatedTransport:
             # Like a copy in flight, which cannot be stopped.
             await copying
             raise
+
+    async def follow(self, copy: FollowingCopy) -> int:
+        return await self._transport.follow(copy)
 
     async def _copy_later(
         self, source: Segment, destination: Segment, runs: Sequence[BlockRun]

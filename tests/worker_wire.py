@@ -175,6 +175,8 @@ class ScriptedAgent(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self.may_finish = asyncio.Event()
         self.may_finish.set()
         self.error: MeshError | None = None
+        # What a pull brings that follows a prefill.
+        self.next_token_id: int | None = None
         self.num_active_pulls = 0
         self.loads: asyncio.Queue[kv_transfer_pb2.LoadBlocksRequest] = asyncio.Queue()
         self.stores: asyncio.Queue[kv_transfer_pb2.StoreBlocksRequest] = asyncio.Queue()
@@ -204,7 +206,9 @@ class ScriptedAgent(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         await asyncio.shield(copying)
         if self.error is not None:
             raise self.error
-        return kv_transfer_pb2.PullResponse(payload_bytes=100 * len(request.source_block_ids))
+        return kv_transfer_pb2.PullResponse(
+            payload_bytes=100 * len(request.source_block_ids), next_token_id=self.next_token_id
+        )
 
     async def LoadBlocks(
         self, request: kv_transfer_pb2.LoadBlocksRequest, context: Any
@@ -228,6 +232,9 @@ class ScriptedAgent(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         self, request: kv_transfer_pb2.LocateRequest, context: Any
     ) -> kv_transfer_pb2.LocateResponse:
         return kv_transfer_pb2.LocateResponse()
+
+    def WatchBlocks(self, request: kv_transfer_pb2.WatchBlocksRequest, context: Any) -> Any:
+        raise InvalidRequest("this agent only says that it copies")
 
     async def GetStats(
         self, request: kv_transfer_pb2.GetStatsRequest, context: Any

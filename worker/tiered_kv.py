@@ -125,9 +125,9 @@ class TieredKv:
             num_blocks = response.num_blocks
         except PullFailed as error:
             logger.warning("colder tiers do not answer", extra={"reason": str(error)})
-            if error.may_still_write and not await self._agent.is_quiet():
+            if error.may_still_write and not await self._agent.is_quiet(wanted.request_id):
                 self._engine.remote_kv_late(wanted.request_id)
-                await self._agent.wait_until_quiet()
+                await self._agent.wait_until_quiet(wanted.request_id)
         finally:
             self._engine.tiered_kv_done(wanted.request_id, num_blocks)
 

@@ -42,7 +42,7 @@ class TransferAgent:
         self._stub = kv_transfer_pb2_grpc.KvTransferServiceStub(channels.get(address))
 
     async def pull(
-        self, request: kv_transfer_pb2.PullRequest, timeout_s: float
+        self, request: kv_transfer_pb2.PullRequest, timeout_s: float | None
     ) -> kv_transfer_pb2.PullResponse:
         """Copy blocks from another engine; raises PullFailed."""
         with _pull_errors():
@@ -62,34 +62,33 @@ class TransferAgent:
         with _pull_errors():
             return await self._stub.StoreBlocks(request, timeout=timeout_s)
 
-    async def wait_until_quiet(self) -> None:
-        """Until no copy that was asked for before can write any more.
+    async def wait_until_quiet(self, request_id: str) -> None:
+        """Until no copy that was asked for with this id can write any more.
 
         A frozen agent goes on with its copies when it thaws, so this may take for ever.
         """
         delay_s = _FIRST_DELAY_S
-        while not await self.is_quiet():
+        while not await self.is_quiet(request_id):
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
         logger.info("transfer agent is quiet", extra={"address": self._address})
 
-    async def is_quiet(self) -> bool:
-        """Whether the agent is gone, or says twice that it copies nothing.
+    async def is_quiet(self, request_id: str) -> bool:
+        """Whether the agent is gone, or says twice that it copies nothing for this id.
 
         Twice, because a pull that has just reached it may not be counted yet.
         """
         if await self._is_gone():
             return True
-        if not await self._is_idle():
+        if not await self._is_idle(request_id):
             return False
         await asyncio.sleep(_SETTLE_S)
-        return await self._is_idle()
+        return await self._is_idle(request_id)
 
-    async def _is_idle(self) -> bool:
+    async def _is_idle(self, request_id: str) -> bool:
+        request = kv_transfer_pb2.GetStatsRequest(request_id=request_id)
         try:
-            stats = await self._stub.GetStats(
-                kv_transfer_pb2.GetStatsRequest(), timeout=_PROBE_TIMEOUT_S
-            )
+            stats = await self._stub.GetStats(request, timeout=_PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return False
         return stats.num_active_pulls == 0

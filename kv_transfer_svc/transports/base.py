@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment
+from kv_transfer_svc.transports.segment_copy import FollowingCopy
 
 Address = tuple[str, int]
 
@@ -52,6 +53,10 @@ class Transport(Protocol):
         The destination is not written to any more once the call has ended, in whichever way:
         cancelling it waits for the part in flight. Raises KvTransferFailed when not all arrived.
         """
+        ...
+
+    async def follow(self, copy: FollowingCopy) -> int:
+        """The same for blocks that are still being filled."""
         ...
 
 

@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
+from kv_transfer_svc.filling import Filling
 from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment
+from kv_transfer_svc.transports import segment_copy
 from kv_transfer_svc.transports.base import to_their_end
+from kv_transfer_svc.transports.segment_copy import FollowingCopy
+
+# Their threads sleep most of the time. What is beyond begins later.
+_MAX_FOLLOWERS = 64
 
 
 class SharedMemoryTransport:
@@ -15,24 +19,30 @@ class SharedMemoryTransport:
 
     def __init__(self, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-copy")
+        # Others: who waits for blocks keeps nobody from copying those that are there.
+        self._followers = ThreadPoolExecutor(_MAX_FOLLOWERS, thread_name_prefix="kv-follow")
+        self._followed: set[Filling] = set()
 
     async def copy(self, source: Segment, destination: Segment, runs: Sequence[BlockRun]) -> int:
-        copying = self._threads.submit(copy_runs, source, destination, runs)
+        copying = self._threads.submit(segment_copy.copy_runs, source, destination, runs)
         # Only a copy that no thread has begun can be stopped.
         return await to_their_end([copying], stop=copying.cancel)
 
+    async def follow(self, copy: FollowingCopy) -> int:
+        copying = self._followers.submit(copy.run)
+
+        def stop() -> None:
+            copy.filling.stopping.set()
+            copying.cancel()
+
+        self._followed.add(copy.filling)
+        try:
+            return await to_their_end([copying], stop)
+        finally:
+            self._followed.discard(copy.filling)
+
     def close(self) -> None:
+        for filling in self._followed:
+            filling.stopping.set()
         self._threads.shutdown(wait=True)
-
-
-def copy_runs(source: Segment, destination: Segment, runs: Sequence[BlockRun]) -> int:
-    """The copy itself; returns the bytes written."""
-    num_bytes = 0
-    for run in runs:
-        source.make_resident(run.source, run.num_blocks, for_writing=False)
-        destination.make_resident(run.destination, run.num_blocks, for_writing=True)
-        written = destination.blocks[run.destination : run.destination + run.num_blocks]
-        # numpy releases the lock here, which a memoryview's assignment does not.
-        np.copyto(written, source.blocks[run.source : run.source + run.num_blocks])
-        num_bytes += written.nbytes
-    return num_bytes
+        self._followers.shutdown(wait=True)

@@ -52,6 +52,7 @@ class AttachSegmentRequest(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     GENERATIONS_OFFSET_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    FILLED_OFFSET_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """The engine; a new process is a new id."""
     path: _builtins.str
@@ -65,6 +66,14 @@ class AttachSegmentRequest(_message.Message):
     generations_offset: _builtins.int
     """Where in the file each block's generation is, a 32-bit number that changes
     before the block gets new content. Absent: the engine keeps none.
+    """
+    filled_offset: _builtins.int
+    """Where in the file each block's generation is in which its content was last
+    whole, as many 32-bit numbers. Behind them is one more, which changes after any
+    of them did, and whoever waits for it to (futex) is woken. Behind that is for
+    each block one more than the token that was sampled after it, or 0 where none
+    was. Absent: the engine does not tell, and its blocks cannot be pulled before
+    they are filled.
     """
     @_builtins.property
     def layout(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -80,13 +89,19 @@ class AttachSegmentRequest(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         generations_offset: _builtins.int | None = ...,
         layout: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        filled_offset: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset", "generations_offset", b"generations_offset"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_filled_offset", b"_filled_offset", "_generations_offset", b"_generations_offset", "filled_offset", b"filled_offset", "generations_offset", b"generations_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset", "block_bytes", b"block_bytes", "engine_id", b"engine_id", "generations_offset", b"generations_offset", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "num_blocks", b"num_blocks", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filled_offset", b"_filled_offset", "_generations_offset", b"_generations_offset", "block_bytes", b"block_bytes", "engine_id", b"engine_id", "filled_offset", b"filled_offset", "generations_offset", b"generations_offset", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "num_blocks", b"num_blocks", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__filled_offset: _TypeAlias = _typing.Literal["filled_offset"]  # noqa: Y015
+    _WhichOneofArgType__filled_offset: _TypeAlias = _typing.Literal["_filled_offset", b"_filled_offset"]  # noqa: Y015
     _WhichOneofReturnType__generations_offset: _TypeAlias = _typing.Literal["generations_offset"]  # noqa: Y015
     _WhichOneofArgType__generations_offset: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__filled_offset) -> _WhichOneofReturnType__filled_offset | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__generations_offset) -> _WhichOneofReturnType__generations_offset | None: ...
 
 Global___AttachSegmentRequest: _TypeAlias = AttachSegmentRequest  # noqa: Y015
@@ -126,6 +141,7 @@ class PullRequest(_message.Message):
     DESTINATION_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     SOURCE_GENERATIONS_FIELD_NUMBER: _builtins.int
     SOURCE_ADDRESS_FIELD_NUMBER: _builtins.int
+    FOLLOWS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id from the gateway, for logs and traces."""
     source_engine_id: _builtins.str
@@ -134,6 +150,12 @@ class PullRequest(_message.Message):
     """To."""
     source_address: _builtins.str
     """KvTransferService of the machine where the source is attached."""
+    follows: _builtins.bool
+    """The source is still filling these blocks, in this order: copy each as soon as
+    it is filled. The call ends when it has sampled a token after the last one, or
+    when it goes away or uses a block for something else; who gives up earlier
+    cancels the call. Needs `source_generations`.
+    """
     @_builtins.property
     def source_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Which, in order."""
@@ -158,10 +180,11 @@ class PullRequest(_message.Message):
         destination_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         source_generations: _abc.Iterable[_builtins.int] | None = ...,
         source_address: _builtins.str = ...,
+        follows: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_block_ids", b"destination_block_ids", "destination_engine_id", b"destination_engine_id", "request_id", b"request_id", "source_address", b"source_address", "source_block_ids", b"source_block_ids", "source_engine_id", b"source_engine_id", "source_generations", b"source_generations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination_block_ids", b"destination_block_ids", "destination_engine_id", b"destination_engine_id", "follows", b"follows", "request_id", b"request_id", "source_address", b"source_address", "source_block_ids", b"source_block_ids", "source_engine_id", b"source_engine_id", "source_generations", b"source_generations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -175,8 +198,11 @@ class PullResponse(_message.Message):
 
     PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_ID_FIELD_NUMBER: _builtins.int
     payload_bytes: _builtins.int
     """Bytes moved."""
+    next_token_id: _builtins.int
+    """With `follows`: the token that was sampled after the last block."""
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.StageTiming]:
         """STAGE_KV_TRANSFER: the copy itself."""
@@ -186,12 +212,15 @@ class PullResponse(_message.Message):
         *,
         payload_bytes: _builtins.int = ...,
         timings: _abc.Iterable[_types_pb2.StageTiming] | None = ...,
+        next_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "next_token_id", b"next_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["payload_bytes", b"payload_bytes", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "next_token_id", b"next_token_id", "payload_bytes", b"payload_bytes", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__next_token_id: _TypeAlias = _typing.Literal["next_token_id"]  # noqa: Y015
+    _WhichOneofArgType__next_token_id: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_token_id) -> _WhichOneofReturnType__next_token_id | None: ...
 
 Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
 
@@ -292,6 +321,68 @@ class LocateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LocateResponse: _TypeAlias = LocateResponse  # noqa: Y015
+
+@_typing.final
+class WatchBlocksRequest(_message.Message):
+    """Asks when blocks are filled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """The engine."""
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which, in the order in which they are filled."""
+
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What their generations are while they are filled with what is meant."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "engine_id", b"engine_id", "generations", b"generations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBlocksRequest: _TypeAlias = WatchBlocksRequest  # noqa: Y015
+
+@_typing.final
+class WatchBlocksResponse(_message.Message):
+    """More blocks are filled."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_FILLED_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    num_filled: _builtins.int
+    """How many of the leading ones."""
+    next_token_id: _builtins.int
+    """When all are: the token that was sampled after them."""
+    def __init__(
+        self,
+        *,
+        num_filled: _builtins.int = ...,
+        next_token_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "next_token_id", b"next_token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id", "next_token_id", b"next_token_id", "num_filled", b"num_filled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__next_token_id: _TypeAlias = _typing.Literal["next_token_id"]  # noqa: Y015
+    _WhichOneofArgType__next_token_id: _TypeAlias = _typing.Literal["_next_token_id", b"_next_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_token_id) -> _WhichOneofReturnType__next_token_id | None: ...
+
+Global___WatchBlocksResponse: _TypeAlias = WatchBlocksResponse  # noqa: Y015
 
 @_typing.final
 class MooncakeSource(_message.Message):
@@ -461,12 +552,17 @@ class GetStatsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Of the copies running now, count only those that were asked for with this id."""
     def __init__(
         self,
+        *,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

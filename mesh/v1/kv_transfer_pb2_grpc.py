@@ -51,6 +51,11 @@ class KvTransferServiceStub:
                 request_serializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateRequest.SerializeToString,
                 response_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateResponse.FromString,
                 _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/mesh.v1.KvTransferService/WatchBlocks',
+                request_serializer=mesh_dot_v1_dot_kv__transfer__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.WatchBlocksResponse.FromString,
+                _registered_method=True)
         self.StoreBlocks = channel.unary_unary(
                 '/mesh.v1.KvTransferService/StoreBlocks',
                 request_serializer=mesh_dot_v1_dot_kv__transfer__pb2.StoreBlocksRequest.SerializeToString,
@@ -95,6 +100,8 @@ class KvTransferServiceServicer:
         which the agent completes before it ends the call. The caller also keeps the
         source's lease alive, and checks with ReleaseKv afterwards that it was.
 
+        With `follows` it waits for blocks that are not computed yet.
+
         Asked of the destination's agent. A source that is not attached there is read
         from its own agent, over a connection between the two.
 
@@ -115,6 +122,21 @@ class KvTransferServiceServicer:
 
         Errors:
         ABORTED  the engine is not attached here
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchBlocks(self, request, context):
+        """Tells another machine's agent how many of an attached engine's blocks are
+        filled, counted from the first one, each time that there are more; ends when
+        all are and a token was sampled after them.
+
+        Errors:
+        INVALID_ARGUMENT  block ids are out of range or differ in number from the
+        generations
+        ABORTED           the engine is not attached here, does not tell, or has
+        reused a block
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,6 +191,11 @@ def add_KvTransferServiceServicer_to_server(servicer, server):
                     servicer.Locate,
                     request_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateRequest.FromString,
                     response_serializer=mesh_dot_v1_dot_kv__transfer__pb2.LocateResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=mesh_dot_v1_dot_kv__transfer__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=mesh_dot_v1_dot_kv__transfer__pb2.WatchBlocksResponse.SerializeToString,
             ),
             'StoreBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.StoreBlocks,
@@ -269,6 +296,33 @@ class KvTransferService:
             '/mesh.v1.KvTransferService/Locate',
             mesh_dot_v1_dot_kv__transfer__pb2.LocateRequest.SerializeToString,
             mesh_dot_v1_dot_kv__transfer__pb2.LocateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/mesh.v1.KvTransferService/WatchBlocks',
+            mesh_dot_v1_dot_kv__transfer__pb2.WatchBlocksRequest.SerializeToString,
+            mesh_dot_v1_dot_kv__transfer__pb2.WatchBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,8 @@ class KvTransferServiceStub:
     which the agent completes before it ends the call. The caller also keeps the
     source's lease alive, and checks with ReleaseKv afterwards that it was.
 
+    With `follows` it waits for blocks that are not computed yet.
+
     Asked of the destination's agent. A source that is not attached there is read
     from its own agent, over a connection between the two.
 
@@ -69,6 +71,17 @@ class KvTransferServiceStub:
 
     Errors:
       ABORTED  the engine is not attached here
+    """
+    WatchBlocks: _grpc.UnaryStreamMultiCallable[_kv_transfer_pb2.WatchBlocksRequest, _kv_transfer_pb2.WatchBlocksResponse]
+    """Tells another machine's agent how many of an attached engine's blocks are
+    filled, counted from the first one, each time that there are more; ends when
+    all are and a token was sampled after them.
+
+    Errors:
+      INVALID_ARGUMENT  block ids are out of range or differ in number from the
+                        generations
+      ABORTED           the engine is not attached here, does not tell, or has
+                        reused a block
     """
     StoreBlocks: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.StoreBlocksRequest, _kv_transfer_pb2.StoreBlocksResponse]
     """Copies full blocks of an attached engine into the colder tiers, host memory and
@@ -115,6 +128,8 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     which the agent completes before it ends the call. The caller also keeps the
     source's lease alive, and checks with ReleaseKv afterwards that it was.
 
+    With `follows` it waits for blocks that are not computed yet.
+
     Asked of the destination's agent. A source that is not attached there is read
     from its own agent, over a connection between the two.
 
@@ -131,6 +146,17 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
 
     Errors:
       ABORTED  the engine is not attached here
+    """
+    WatchBlocks: _aio.UnaryStreamMultiCallable[_kv_transfer_pb2.WatchBlocksRequest, _kv_transfer_pb2.WatchBlocksResponse]  # type: ignore[assignment]
+    """Tells another machine's agent how many of an attached engine's blocks are
+    filled, counted from the first one, each time that there are more; ends when
+    all are and a token was sampled after them.
+
+    Errors:
+      INVALID_ARGUMENT  block ids are out of range or differ in number from the
+                        generations
+      ABORTED           the engine is not attached here, does not tell, or has
+                        reused a block
     """
     StoreBlocks: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.StoreBlocksRequest, _kv_transfer_pb2.StoreBlocksResponse]  # type: ignore[assignment]
     """Copies full blocks of an attached engine into the colder tiers, host memory and
@@ -186,6 +212,8 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         which the agent completes before it ends the call. The caller also keeps the
         source's lease alive, and checks with ReleaseKv afterwards that it was.
 
+        With `follows` it waits for blocks that are not computed yet.
+
         Asked of the destination's agent. A source that is not attached there is read
         from its own agent, over a connection between the two.
 
@@ -208,6 +236,23 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           ABORTED  the engine is not attached here
+        """
+
+    @_abc_1.abstractmethod
+    def WatchBlocks(
+        self,
+        request: _kv_transfer_pb2.WatchBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_transfer_pb2.WatchBlocksResponse], _abc.AsyncIterator[_kv_transfer_pb2.WatchBlocksResponse]]:
+        """Tells another machine's agent how many of an attached engine's blocks are
+        filled, counted from the first one, each time that there are more; ends when
+        all are and a token was sampled after them.
+
+        Errors:
+          INVALID_ARGUMENT  block ids are out of range or differ in number from the
+                            generations
+          ABORTED           the engine is not attached here, does not tell, or has
+                            reused a block
         """
 
     @_abc_1.abstractmethod

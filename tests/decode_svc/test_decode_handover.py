@@ -12,7 +12,7 @@ from engine.request import RequestTimings
 from mesh.errors import KvLeaseExpired, KvTransferFailed, from_rpc_error
 from mesh.v1 import decode_pb2, prefill_pb2, types_pb2
 from tests.scripted_engine import ScriptedEngineLoop
-from tests.worker_wire import DecodeRig, decode_request, decode_stub
+from tests.worker_wire import DecodeRig, decode_request, decode_stub, wait_until
 
 if TYPE_CHECKING:
     from mesh.v1.decode_pb2_grpc import DecodeServiceAsyncStub as Stub
@@ -51,15 +51,19 @@ def early_request(rig: DecodeRig, layout_fingerprint: str = "f1") -> decode_pb2.
 
 
 def computed(rig: DecodeRig, num_tokens: int, first_token_id: int | None = None) -> None:
-    rig.holder.progress.put_nowait(
-        prefill_pb2.WatchKvResponse(num_computed_tokens=num_tokens, first_token_id=first_token_id)
+    message = prefill_pb2.WatchKvResponse(
+        num_computed_tokens=num_tokens, first_token_id=first_token_id
     )
+    if first_token_id is not None:
+        message.sampled_at.GetCurrentTime()
+    rig.holder.progress.put_nowait(message)
 
 
 async def next_pull(rig: DecodeRig) -> tuple[list[int], list[int], list[int]]:
     """Source blocks, their generations, destination blocks."""
     pull = await asyncio.wait_for(rig.agent.pulls.get(), 5)
     assert pull.source_address == rig.agent_server.address
+    assert pull.follows
     return (
         list(pull.source_block_ids),
         list(pull.source_generations),
@@ -67,29 +71,70 @@ async def next_pull(rig: DecodeRig) -> tuple[list[int], list[int], list[int]]:
     )
 
 
-async def test_full_blocks_are_pulled_as_they_are_computed(
+async def test_one_pull_follows_the_prefill_and_brings_its_token(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
+    rig.agent.may_finish.clear()
     events = aiter(stub.Decode(early_request(rig), timeout=5))
     run = await engine.next_run()
     assert (run.request.remote_kv, run.request.remote_token) == (True, True)
     run.want_remote_kv(0, 3, 4, 5)
 
-    computed(rig, 3)
-    computed(rig, 6)
-    assert await next_pull(rig) == ([11], [1], [3])
+    assert await next_pull(rig) == ([11, 12, 13], [1, 1, 2], [3, 4, 5])
     computed(rig, 8)
-    assert await next_pull(rig) == ([12], [1], [4])
     assert engine.kv_answers.empty()
-    computed(rig, 10, first_token_id=9)
-    assert await next_pull(rig) == ([13], [2], [5])
+    rig.agent.next_token_id = 9
+    rig.agent.may_finish.set()
 
+    # The prefill worker has not said a word of it yet.
     assert await engine.next_kv_answer() == (run.request.request_id, True)
     assert engine.given_tokens[run.request.request_id] == [9]
+    assert rig.holder.released == []
+    computed(rig, 10, first_token_id=9)
     run.finish(1)
     answer = [event async for event in events]
     assert list(answer[0].tokens.token_ids) == [1]
     assert answer[-1].finished.kv_transfer_bytes == 300
+    await wait_until(lambda: rig.holder.released == ["h1"])
+
+
+async def test_token_that_comes_first_waits_for_the_blocks(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    rig.agent.may_finish.clear()
+    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    run = await engine.next_run()
+    run.want_remote_kv(0, 3, 4, 5)
+    await next_pull(rig)
+
+    computed(rig, 10, first_token_id=9)
+    await asyncio.sleep(0.1)  # shorter than the pull's timeout
+    assert engine.kv_answers.empty()
+    rig.agent.may_finish.set()
+
+    assert await engine.next_kv_answer() == (run.request.request_id, True)
+    assert engine.given_tokens[run.request.request_id] == [9]
+    run.finish(1)
+    assert [event async for event in events]
+
+
+async def test_long_prefill_is_no_reason_to_give_up_a_pull(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    rig.agent.may_finish.clear()
+    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    run = await engine.next_run()
+    run.want_remote_kv(0, 3, 4, 5)
+    await next_pull(rig)
+
+    await asyncio.sleep(2 * rig.importer.limits.pull_timeout_s)
+    assert engine.kv_answers.empty()
+    rig.agent.next_token_id = 9
+    rig.agent.may_finish.set()
+
+    assert await engine.next_kv_answer() == (run.request.request_id, True)
+    run.finish(1)
+    assert [event async for event in events]
 
 
 async def test_blocks_that_are_here_are_left_out(
@@ -111,6 +156,7 @@ async def test_prefill_that_fails_fails_the_call_before_any_token(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
     # KV-20
+    rig.agent.may_finish.clear()
     events = aiter(stub.Decode(early_request(rig), timeout=5))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
@@ -124,6 +170,9 @@ async def test_prefill_that_fails_fails_the_call_before_any_token(
     error = from_rpc_error(caught.value)
     assert isinstance(error, KvTransferFailed)
     assert "is over" in str(error)
+    # Not while the agent may still write to the blocks.
+    assert engine.kv_answers.empty()
+    rig.agent.may_finish.set()
     assert await engine.next_kv_answer() == (run.request.request_id, False)
     await asyncio.wait_for(run.closed.wait(), 5)
 

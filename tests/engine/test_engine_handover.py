@@ -47,6 +47,29 @@ def test_a_prefill_says_from_its_first_chunk_on_where_its_blocks_lie() -> None:
     engine.release_hold("r")
 
 
+def test_a_prefill_marks_what_is_filled_and_rings_after_each_chunk() -> None:
+    engine = make_engine(max_num_batched_tokens=8)
+    marks = engine._pool._marks
+    rings: list[int] = []
+
+    def look() -> None:
+        filled = zip(marks.filled, marks.generations, strict=True)
+        rings.append(sum(was == now != 0 for was, now in filled))
+
+    engine.on_filled = look
+    engine.add_request(Request("r", prompt_of(18), GREEDY, hold_blocks=True))
+
+    [last] = [e for e in run_until_stalled(engine) if isinstance(e, TokenOutput)]
+
+    # The last block has two of its four tokens, and gets no more.
+    assert rings == [2, 4, 5]
+    assert marks.token_after(last.held_block_ids) == last.token_id
+    assert marks.token_after(last.held_block_ids[:4]) is None
+    engine.release_hold("r")
+    run_to_end(engine, Request("other", prompt_of(18, first=9), GREEDY))
+    assert rings == [2, 4, 5]
+
+
 def test_progress_of_a_request_that_nobody_takes_over_names_no_blocks() -> None:
     engine = make_engine(max_num_batched_tokens=8)
     engine.add_request(Request("r", prompt_of(20), GREEDY))

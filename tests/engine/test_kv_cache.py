@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.block_marks import BlockMarks
 from engine.config import KvDtypeName
 from engine.kernels.formats import KvFormat
 from engine.kernels.library import load_library
@@ -31,7 +33,7 @@ def test_a_block_is_one_range_of_bytes_in_the_file(tmp_path: Path) -> None:
 
     data = path.read_bytes()
     start, end = 3 * LAYOUT.block_bytes, 4 * LAYOUT.block_bytes
-    assert len(data) == LAYOUT.generations_offset(5) + 5 * 4
+    assert len(data) == LAYOUT.generations_offset(5) + BlockMarks.num_bytes(5)
     assert torch.frombuffer(bytearray(data[start:end]), dtype=torch.float32).eq(1.0).all()
     assert not any(data[:start])
     assert not any(data[end:])
@@ -52,16 +54,21 @@ def test_what_another_process_writes_into_the_file_is_seen(tmp_path: Path) -> No
     cache.close()
 
 
-def test_generations_are_behind_the_blocks_in_the_file(tmp_path: Path) -> None:
+def test_marks_are_behind_the_blocks_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "kv"
     cache = KvCache(LAYOUT, 3, str(path))
 
-    cache.generations[2] = 0x01020304
+    cache.marks.generations[2] = 0x01020304
+    cache.marks.filled[0] = 5
+    cache.marks.bell.ring()
+    cache.marks.next_tokens[1] = 6
 
     offset = LAYOUT.generations_offset(3)
     assert offset % mmap.PAGESIZE == 0
     assert offset >= 3 * LAYOUT.block_bytes
-    assert path.read_bytes()[offset:] == bytes(8) + b"\4\3\2\1"
+    assert LAYOUT.filled_offset(3) == offset + 12
+    numbers = struct.unpack("<10I", path.read_bytes()[offset:])
+    assert numbers == (0, 0, 0x01020304, 5, 0, 0, 1, 0, 6, 0)
     cache.close()
 
 
@@ -111,7 +118,7 @@ def test_the_segment_of_a_killed_engine_is_replaced(tmp_path: Path) -> None:
 
     cache = KvCache(LAYOUT, 2, str(path))
 
-    assert path.stat().st_size == LAYOUT.generations_offset(2) + 2 * 4
+    assert path.stat().st_size == LAYOUT.generations_offset(2) + BlockMarks.num_bytes(2)
     assert cache.tensor.eq(0.0).all()
     cache.close()
 

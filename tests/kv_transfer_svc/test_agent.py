@@ -10,6 +10,7 @@ import pytest
 from kv_transfer_svc.agent import Moved, Pull, TransferAgent
 from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment, SegmentSpec, SegmentTable
+from kv_transfer_svc.transports.segment_copy import FollowingCopy
 from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch
 
 MakeSegment = Callable[..., SegmentSpec]
@@ -33,6 +34,9 @@ class PaperTransport:
         assert source.is_mapped
         assert destination.is_mapped
         return self.num_bytes
+
+    async def follow(self, copy: FollowingCopy) -> int:
+        raise AssertionError("nobody asked for that")
 
 
 def make_agent(transport: PaperTransport, *specs: SegmentSpec) -> tuple[TransferAgent, ExitStack]:

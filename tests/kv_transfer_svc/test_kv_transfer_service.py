@@ -19,7 +19,7 @@ from kv_transfer_svc.agent import TransferAgent
 from kv_transfer_svc.app import SERVICE_NAME
 from kv_transfer_svc.segments import SegmentSpec, SegmentTable
 from kv_transfer_svc.service import KvTransferServicer
-from kv_transfer_svc.transports import shared_memory
+from kv_transfer_svc.transports import segment_copy
 from kv_transfer_svc.transports.shared_memory import SharedMemoryTransport
 from mesh import metrics, telemetry
 from mesh.client import connect, mesh_errors
@@ -217,14 +217,14 @@ async def test_cancelled_pull_is_active_until_its_copy_has_ended(
 ) -> None:
     # KV-21
     has_begun, may_end = threading.Event(), threading.Event()
-    copy_runs = shared_memory.copy_runs
+    copy_runs = segment_copy.copy_runs
 
     def slow_copy(*arguments: Any) -> int:
         has_begun.set()
         assert may_end.wait(10)
         return copy_runs(*arguments)
 
-    monkeypatch.setattr(shared_memory, "copy_runs", slow_copy)
+    monkeypatch.setattr(segment_copy, "copy_runs", slow_copy)
     source, destination = make_segment("p"), make_segment("d")
     await served.attach(source)
     attached = await served.attach(destination)
@@ -273,7 +273,7 @@ async def test_stray_error_reaches_the_caller_as_internal(
     def broken_copy(*arguments: Any) -> int:
         raise error
 
-    monkeypatch.setattr(shared_memory, "copy_runs", broken_copy)
+    monkeypatch.setattr(segment_copy, "copy_runs", broken_copy)
     await served.attach(make_segment("p"))
     await served.attach(make_segment("d"))
 

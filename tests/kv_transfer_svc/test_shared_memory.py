@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from kv_transfer_svc.runs import BlockRun, to_runs
 from kv_transfer_svc.segments import Segment, SegmentSpec, SegmentTable
-from kv_transfer_svc.transports import shared_memory
-from kv_transfer_svc.transports.shared_memory import SharedMemoryTransport, copy_runs
+from kv_transfer_svc.transports import segment_copy
+from kv_transfer_svc.transports.segment_copy import copy_runs
+from kv_transfer_svc.transports.shared_memory import SharedMemoryTransport
 
 MakeSegment = Callable[..., SegmentSpec]
 
@@ -72,7 +73,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     gate = Gate()
-    monkeypatch.setattr(shared_memory, "copy_runs", gate.copy)
+    monkeypatch.setattr(segment_copy, "copy_runs", gate.copy)
     return gate
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer_svc.transports import block_wire, shared_memory
+from kv_transfer_svc.transports import block_wire, segment_copy
 from mesh.v1 import types_pb2
 from tests.kvplane.machines import GREEDY, SEEDED, Handover, Machines, make_prompt, release
 from tests.worker_mesh import RunningWorker, decode, prefill
@@ -38,7 +38,7 @@ class Reads:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     reads = Reads()
-    copy_runs, send_piece = shared_memory.copy_runs, block_wire.send_piece
+    copy_runs, send_piece = segment_copy.copy_runs, block_wire.send_piece
 
     def slow_copy(*arguments: Any) -> int:
         reads.pause()
@@ -54,7 +54,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
         sent[-1] ^= 1
         connection.sendall(sent)
 
-    monkeypatch.setattr(shared_memory, "copy_runs", slow_copy)
+    monkeypatch.setattr(segment_copy, "copy_runs", slow_copy)
     monkeypatch.setattr(block_wire, "send_piece", slow_piece)
     yield reads
     reads.may_go_on.set()

@@ -54,18 +54,18 @@ async def test_blocks_move_before_the_prompt_is_computed(
     gated = gate(pair.producer)
     handover = Handover(pair.producer, pair.consumer, make_prompt(4 * CHUNK + 3), GREEDY)
     running = asyncio.create_task(handover.run())
-    stats = pair.agent.agent.stats
+    agent = pair.agent.agent
 
     for num_chunks in (1, 2, 3, 4):
         gated.steps.release()
         computed = num_chunks * CHUNK // BLOCK_SIZE * pair.consumer.block_bytes
-        await wait_until(lambda expected=computed: stats.num_bytes == expected, timeout_s=5)  # type: ignore[misc]
+        await wait_until(lambda expected=computed: agent.num_bytes == expected, timeout_s=5)  # type: ignore[misc]
     assert handover.answer.token_ids == []
     gated.steps.release()
     answer = await running
 
     assert len(answer.token_ids) == 12
-    assert stats.num_pulls == 5
+    assert agent.stats.num_pulls == 1
     await pair.wait_until_free()
 
 
@@ -91,7 +91,7 @@ async def test_time_before_the_first_token_is_not_charged_to_the_transfer(
     handover = Handover(pair.producer, pair.consumer, make_prompt(40), GREEDY)
     running = asyncio.create_task(handover.run())
     gated.steps.release()
-    await wait_until(lambda: pair.agent.agent.stats.num_pulls == 1, timeout_s=5)
+    await wait_until(lambda: pair.agent.agent.num_bytes > 0, timeout_s=5)
     await asyncio.sleep(0.5)  # what a slow prefill takes
     gated.steps.release(2)
     await running
@@ -121,7 +121,7 @@ async def test_prefill_that_is_cancelled_leaves_no_tokens_and_no_blocks(
     response = await anext(aiter(call))
     handover.handle = response.progress.kv_handle
     decoding = asyncio.create_task(handover._decode([], awaits_first_token=True))
-    await wait_until(lambda: pair.agent.agent.stats.num_pulls > 0, timeout_s=5)
+    await wait_until(lambda: pair.agent.agent.num_bytes > 0, timeout_s=5)
 
     call.cancel()
     gated.steps.release(10)
@@ -179,7 +179,7 @@ async def test_client_that_leaves_while_blocks_move_frees_both_sides(
     handover = Handover(pair.producer, pair.consumer, make_prompt(60), GREEDY)
     running = asyncio.create_task(handover.run())
     gated.steps.release(2)
-    await wait_until(lambda: pair.agent.agent.stats.num_pulls > 0, timeout_s=5)
+    await wait_until(lambda: pair.agent.agent.num_bytes > 0, timeout_s=5)
 
     running.cancel()
     await asyncio.wait([running])
@@ -196,9 +196,10 @@ async def test_handle_given_back_early_ends_the_handover_and_not_the_prefill(
     handover = Handover(pair.producer, pair.consumer, make_prompt(60), GREEDY)
     running = asyncio.create_task(handover.run())
     gated.steps.release()
-    await asyncio.wait_for(handover.has_handle.wait(), 10)
+    await wait_until(lambda: pair.agent.agent.stats.num_active_pulls == 1, timeout_s=10)
 
     await release(pair.producer, "r")
+    await pair.consumer.wait_until_all_blocks_are_free()
     gated.steps.release(10)
 
     with pytest.raises((KvTransferFailed, WorkerUnavailable)):

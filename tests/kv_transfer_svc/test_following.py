@@ -1,0 +1,205 @@
+"""Pulls of blocks that an engine is still filling, on its machine and from another one."""
+
+import asyncio
+import mmap
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.block_marks import BlockMarks
+from kv_transfer_svc.agent import Moved, Pull
+from kv_transfer_svc.segments import Segment, SegmentSpec
+from mesh.errors import InvalidRequest, KvTransferFailed
+from tests.transfer_agents import RunningAgent, start_agent
+from tests.worker_wire import wait_until
+
+NUM_BLOCKS = 8
+BLOCK_BYTES = 4096
+SOURCE_IDS = [2, 3, 7]
+DESTINATION_IDS = [6, 5, 4]
+
+
+class Engine:
+    """A segment with marks, and who sets them."""
+
+    def __init__(self, folder: Path, engine_id: str) -> None:
+        self.path = folder / engine_id
+        size = NUM_BLOCKS * BLOCK_BYTES
+        blocks = np.random.default_rng(ord(engine_id)).bytes(size)
+        self.path.write_bytes(blocks + bytes(BlockMarks.num_bytes(NUM_BLOCKS)))
+        with self.path.open("r+b") as file:
+            marks = mmap.mmap(file.fileno(), BlockMarks.num_bytes(NUM_BLOCKS), offset=size)
+        self.marks = BlockMarks(marks, NUM_BLOCKS)
+        for block_id in range(NUM_BLOCKS):
+            self.marks.generations[block_id] = 1
+        self.spec = SegmentSpec(
+            engine_id,
+            str(self.path),
+            BLOCK_BYTES,
+            NUM_BLOCKS,
+            "f1",
+            generations_offset=size,
+            filled_offset=size + BlockMarks.filled_offset(NUM_BLOCKS),
+        )
+
+    def fill(self, *block_ids: int, next_token_id: int | None = None) -> None:
+        for block_id in block_ids:
+            self.marks.filled[block_id] = self.marks.generations[block_id]
+        if next_token_id is not None:
+            self.marks.next_tokens[block_ids[-1]] = next_token_id + 1
+        self.marks.bell.ring()
+
+    def reuse(self, block_id: int) -> None:
+        self.marks.generations[block_id] += 1
+        self.marks.bell.ring()
+
+    def block(self, block_id: int) -> bytes:
+        return self.path.read_bytes()[block_id * BLOCK_BYTES : (block_id + 1) * BLOCK_BYTES]
+
+
+class Rig:
+    """Engine `p`, on this machine or another one, and engine `d` here."""
+
+    def __init__(self, folder: Path, here: RunningAgent, there: RunningAgent) -> None:
+        self.source, self.destination = Engine(folder, "p"), Engine(folder, "d")
+        self.agent, self.there = here.agent, there
+        self.attachment = there.agent.segments.attached(self.source.spec)
+        self.segment: Segment = self.attachment.__enter__()
+        here.attach(self.destination.spec)
+
+    def start(self, request_id: str = "r", **changes: object) -> asyncio.Task[Moved]:
+        pull = Pull(
+            "p",
+            SOURCE_IDS,
+            "d",
+            DESTINATION_IDS,
+            source_generations=[1, 1, 1],
+            source_address=self.there.address,
+            request_id=request_id,
+            follows=True,
+        )
+        return asyncio.create_task(self.agent.pull(replace(pull, **changes)))  # type: ignore[arg-type]
+
+    async def until_moved(self, num_blocks: int) -> None:
+        await wait_until(lambda: self.agent.num_bytes == num_blocks * BLOCK_BYTES, timeout_s=5)
+
+    def leave(self) -> None:
+        self.attachment.__exit__(None, None, None)
+
+
+@pytest.fixture(params=[1, 2], ids=["one machine", "two machines"])
+async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
+    async with AsyncExitStack() as stack:
+        agents = [await start_agent() for _ in range(request.param)]
+        for agent in agents:
+            stack.push_async_callback(agent.stop)
+        yield Rig(tmp_path, agents[0], agents[-1])
+
+
+async def test_blocks_are_copied_as_they_are_filled_and_the_token_ends_it(rig: Rig) -> None:
+    pulling = rig.start()
+
+    rig.source.fill(2)
+    await rig.until_moved(1)
+    assert rig.destination.block(6) == rig.source.block(2)
+    rig.source.fill(3)
+    await rig.until_moved(2)
+    rig.source.fill(7)
+    await asyncio.sleep(0.05)
+    assert not pulling.done()
+    rig.source.fill(7, next_token_id=0)
+    moved = await asyncio.wait_for(pulling, 5)
+
+    assert (moved.num_bytes, moved.next_token_id) == (3 * BLOCK_BYTES, 0)
+    assert rig.destination.block(5) == rig.source.block(3)
+    assert rig.destination.block(4) == rig.source.block(7)
+    assert rig.agent.stats.num_pulls == 1
+
+
+async def test_what_was_filled_before_is_not_waited_for(rig: Rig) -> None:
+    rig.source.fill(2, 3, 7, next_token_id=41)
+
+    moved = await asyncio.wait_for(rig.start(), 5)
+
+    assert moved.next_token_id == 41
+    assert rig.destination.block(4) == rig.source.block(7)
+
+
+async def test_block_that_is_used_for_something_else_ends_the_pull(rig: Rig) -> None:
+    # KV-20
+    pulling = rig.start()
+    rig.source.fill(2, 3)
+    await rig.until_moved(2)
+
+    rig.source.reuse(3)
+    rig.source.fill(7, next_token_id=5)
+
+    with pytest.raises(KvTransferFailed, match="reused 1 of the blocks"):
+        await asyncio.wait_for(pulling, 5)
+
+
+async def test_engine_that_leaves_ends_the_pull(rig: Rig) -> None:
+    # KV-19
+    pulling = rig.start()
+    rig.source.fill(2)
+    await rig.until_moved(1)
+
+    rig.leave()
+
+    with pytest.raises(KvTransferFailed, match="has left"):
+        await asyncio.wait_for(pulling, 5)
+    await wait_until(lambda: not rig.segment.is_mapped, timeout_s=5)
+
+
+async def test_cancelled_pull_ends_and_is_asked_for_by_its_id(rig: Rig) -> None:
+    # KV-16, KV-21
+    given_up, other = rig.start("r1"), rig.start("r2")
+    await wait_until(lambda: rig.agent.num_active_pulls("") == 2)
+    assert rig.agent.num_active_pulls("r1") == 1
+
+    given_up.cancel()
+
+    await wait_until(lambda: rig.agent.num_active_pulls("r1") == 0)
+    assert rig.agent.num_active_pulls("r2") == 1
+    assert given_up.done()
+    rig.source.fill(2, 3, 7, next_token_id=5)
+    assert (await asyncio.wait_for(other, 5)).next_token_id == 5
+
+
+async def test_pulls_that_wait_keep_no_other_waiting(rig: Rig) -> None:
+    following = [rig.start(f"r{number}") for number in range(20)]
+    await wait_until(lambda: rig.agent.num_active_pulls("") == 20)
+
+    plain = rig.start("plain", follows=False)
+
+    assert (await asyncio.wait_for(plain, 5)).num_bytes == 3 * BLOCK_BYTES
+    assert not any(pull.done() for pull in following)
+    rig.source.fill(2, 3, 7, next_token_id=5)
+    await asyncio.wait_for(asyncio.gather(*following), 10)
+
+
+async def test_pull_that_cannot_follow_is_refused(rig: Rig) -> None:
+    with pytest.raises(KvTransferFailed, match="does not tell"):
+        await rig.start(source_generations=[])
+    with pytest.raises((InvalidRequest, KvTransferFailed), match="outside a segment"):
+        await rig.start(source_block_ids=[2, 3, NUM_BLOCKS])
+    rig.leave()
+    rig.attachment = rig.there.agent.segments.attached(replace(rig.source.spec, filled_offset=None))
+    rig.attachment.__enter__()
+    with pytest.raises(KvTransferFailed, match="does not tell"):
+        await rig.start()
+
+
+async def test_destination_is_told_by_its_own_marks(rig: Rig) -> None:
+    marks = rig.destination.marks
+    rig.source.fill(2, 3, 7, next_token_id=41)
+    assert marks.token_after(DESTINATION_IDS) is None
+
+    await asyncio.wait_for(rig.start(), 5)
+
+    assert marks.token_after(DESTINATION_IDS) == 41
+    assert marks.bell.count == 1
