@@ -2,7 +2,7 @@
 
 import bisect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from engine.block_pool import BlockPool
@@ -54,6 +54,11 @@ class Batch:
     # Got their blocks in this step; these wait to be filled from elsewhere.
     remote_kv_wanted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    # Prompts may be computed in part.
+    has_chunks: bool = True
+    # Computed by passes that other steps begin and end, and how much of it this step ended.
+    computed_apart: list[ScheduledRequest] = field(default_factory=list)
+    num_tokens_apart: int = 0
 
     @property
     def sampling(self) -> list[NextToken]:
@@ -66,7 +71,9 @@ class Batch:
 
     @property
     def is_empty(self) -> bool:
-        return not (self.scheduled or self.remote_kv_wanted or self.preempted)
+        return not (
+            self.scheduled or self.computed_apart or self.remote_kv_wanted or self.preempted
+        )
 
 
 class Batcher:
@@ -128,8 +135,12 @@ class Batcher:
             case _:
                 self.waiting.remove(request)
 
-    def pick(self) -> Batch:
-        """Choose what the next step computes, and take the blocks for it."""
+    def pick(self, under_way: Collection[Request] = (), num_tokens_beside: int = 0) -> Batch:
+        """Choose what the next step computes, and take the blocks for it.
+
+        While requests are `under_way`, which is for others to compute, prompts are computed only
+        if they end with this step and have together no more than `num_tokens_beside` tokens.
+        """
         batch = Batch(preempted=self._make_room())
         budget = self.max_num_batched_tokens
         decoding = [request for request in self.running if request.num_uncomputed_tokens == 1]
@@ -137,8 +148,11 @@ class Batcher:
         for request, draft in zip(decoding, self._drafts(decoding, budget), strict=True):
             budget -= len(draft)
             batch.scheduled.append(ScheduledRequest(request, 1, True, draft))
+        if under_way:
+            batch.has_chunks = False
+            budget = min(budget, num_tokens_beside)
         for request in self.running:
-            if request.num_uncomputed_tokens > 1:
+            if request.num_uncomputed_tokens > 1 and request not in under_way:
                 budget -= self._schedule(request, budget, batch)
         if not batch.preempted:
             self._admit(budget, batch)
@@ -224,6 +238,8 @@ class Batcher:
             num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
         if len(self.running) + len(self.waiting) > 1:
             num_tokens = min(num_tokens, self._chunk_limit)
+        if num_tokens < request.num_uncomputed_tokens and not batch.has_chunks:
+            return 0
         if num_tokens:
             samples = num_tokens == request.num_uncomputed_tokens
             batch.scheduled.append(ScheduledRequest(request, num_tokens, samples))

@@ -149,6 +149,9 @@ class EngineConfig:
     max_num_batched_tokens: int = 256
     # Longest chunk of one prompt in a step while others run; 0: no limit but the step's.
     long_prefill_token_threshold: int = 0
+    # How long a step with decodes should take at most, if need be with some layers of the prompts
+    # beside them only; 0: no limit.
+    step_objective_ms: float = 25
     # Longest sequence; None: what the model was made for.
     max_model_len: int | None = None
     # Guess tokens ahead; "auto" is ngram where a row's result does not depend on its neighbours.

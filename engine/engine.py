@@ -5,12 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.batcher import Batch, Batcher, ScheduledRequest
 from engine.block_marks import BlockMarks
 from engine.block_pool import BlockEvents, BlockHasher, BlockPool
 from engine.block_residency import Residency
 from engine.config import EngineConfig, ModelConfig
 from engine.kv_cache import KvCache
+from engine.layered_prefill import LayeredPrefill
 from engine.model_runner import ModelRunner, Runner
 from engine.models.registry import LoadedModel, load_model
 from engine.prompt_scores import score_prompts
@@ -55,9 +59,12 @@ class Engine:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         max_num_waiting: int,
+        layered: LayeredPrefill | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`layered`: how prompts are computed beside decodes; None: always together with them."""
         self._runner = runner
+        self._layered = layered
         self._sampler = sampler
         self._batcher = batcher
         self._pool = pool
@@ -79,6 +86,8 @@ class Engine:
         self._held: dict[str, list[int]] = {}
         # Blocks of aborted requests that a remote pull may still be writing to.
         self._quarantined: dict[str, list[int]] = {}
+        # What decodes took in the last step that had no prompts in the same pass.
+        self._decoding_s = 0.0
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_invalid_logits = 0
@@ -94,16 +103,18 @@ class Engine:
 
     def step(self) -> list[EngineEvent]:
         """Run one forward pass over whatever is due, and commit what it produced."""
-        started_at = self._clock() if self.on_step is not None else 0.0
-        batch = self._batcher.pick()
+        started_at = self._clock()
+        batch = self._pick()
         # Evicted blocks are announced before the pass overwrites them.
         self._announce_blocks()
         events = self._ask_for_remote_kv(batch)
+        # First, so that the decodes' tokens go out as soon as they are there.
+        events += self._carry_on(batch)
         if batch.scheduled:
-            logits = self._runner.execute(batch.scheduled)
-            tokens = self._sampler.sample(score_prompts(batch, logits), batch.sampling)
-            events += self._commit(batch, tokens)
-            self._announce_blocks()
+            decoding_since = self._clock()
+            events += self._commit(batch, self._runner.execute(batch.scheduled))
+            if all(item.num_tokens == 1 for item in batch.scheduled):
+                self._decoding_s = self._clock() - decoding_since
         self.is_stalled = batch.is_empty or not self._batcher.has_work
         if self.on_step is not None and not batch.is_empty:
             residency = self._pool.residency.drain()
@@ -158,6 +169,8 @@ class Engine:
             return False
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             self._quarantined[request_id] = _take(request.block_ids)
+        if self._layered is not None:
+            self._layered.drop([request])
         self._retire(request)
         return True
 
@@ -252,6 +265,25 @@ class Engine:
         """Release the KV cache's memory. No transfer may be reading or writing it."""
         self._runner.close()
 
+    def _pick(self) -> Batch:
+        layered = self._layered
+        if layered is None:
+            return self._batcher.pick()
+        batch = self._batcher.pick(layered.requests, layered.num_tokens_beside)
+        layered.drop(batch.preempted)
+        layered.take_from(batch)
+        return batch
+
+    def _carry_on(self, batch: Batch) -> list[EngineEvent]:
+        """Compute some layers of the prompts that are computed apart."""
+        if self._layered is None:
+            return []
+        finished = self._layered.advance(self._decoding_s if batch.scheduled else None)
+        if finished is None:
+            return []
+        batch.num_tokens_apart = sum(item.num_tokens for item in finished.scheduled)
+        return self._commit(Batch(finished.scheduled), finished.logits)
+
     def _announce_blocks(self) -> None:
         events = self._pool.drain_events()
         if events.stored or events.removed:
@@ -271,8 +303,9 @@ class Engine:
             self._prompts.num_external_queries += request.num_uncomputed_tokens
         return events
 
-    def _commit(self, batch: Batch, tokens: Sequence[SampledToken | None]) -> list[EngineEvent]:
+    def _commit(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[EngineEvent]:
         """Record what a pass computed; a finished request gives its blocks back."""
+        tokens = self._sampler.sample(score_prompts(batch, logits), batch.sampling)
         self._num_steps += 1
         now = self._clock()
         sampled = iter(tokens)
@@ -290,6 +323,7 @@ class Engine:
                 events.append(self._progress(item.request))
         if any(item.request.hold_blocks for item in batch.scheduled):
             self.on_filled()
+        self._announce_blocks()
         return events
 
     def _commit_tokens(
@@ -427,8 +461,10 @@ def _usable(drawn: Sequence[SampledToken | None]) -> list[SampledToken]:
 def _report(batch: Batch, duration_s: float, residency: Residency) -> StepReport:
     return StepReport(
         duration_s=duration_s,
-        num_tokens=sum(item.num_rows for item in batch.scheduled),
-        request_ids=tuple(item.request.request_id for item in batch.scheduled),
+        num_tokens=sum(item.num_rows for item in batch.scheduled) + batch.num_tokens_apart,
+        request_ids=tuple(
+            item.request.request_id for item in (*batch.scheduled, *batch.computed_apart)
+        ),
         preempted_request_ids=tuple(request.request_id for request in batch.preempted),
         residency=residency,
     )
@@ -484,6 +520,9 @@ def build_engine(
         speculator=_speculator(config, loaded, max_model_len),
     )
     runner = ModelRunner(loaded.model, kv_cache)
+    layered = None
+    if config.step_objective_ms:
+        layered = LayeredPrefill(runner.begin, config.step_objective_ms / 1000)
     runner.warm_up(config.max_num_batched_tokens)
     engine = Engine(
         runner,
@@ -493,6 +532,7 @@ def build_engine(
         eos_token_ids=model_config.eos_token_ids,
         max_model_len=max_model_len,
         max_num_waiting=config.max_num_waiting,
+        layered=layered,
     )
     if config.segment_path is not None:
         engine.generations_offset = layout.generations_offset(num_blocks)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,17 @@ class ForwardBatch:
     @property
     def num_seqs(self) -> int:
         return len(self.seq_lens)
+
+
+class ForwardPass(Protocol):
+    """A batch on its way through the layers; others may be computed between two calls."""
+
+    @property
+    def num_layers_left(self) -> int: ...
+
+    def advance(self, num_layers: int) -> npt.NDArray[np.float32] | None:
+        """Compute so many layers more; after the last one, the logits that are wanted."""
+        ...
 
 
 @dataclass(frozen=True)

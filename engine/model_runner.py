@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.batcher import ScheduledRequest
-from engine.forward_batch import Int64Array, SequenceSlice, build_batch
+from engine.forward_batch import ForwardPass, Int64Array, SequenceSlice, build_batch
 from engine.kv_cache import KvCache
 from engine.models.registry import Model
 from engine.request import Request
@@ -55,6 +55,12 @@ class ModelRunner:
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> npt.NDArray[np.float32]:
         return self.forward([self._slice(item) for item in scheduled])
+
+    def begin(self, scheduled: Sequence[ScheduledRequest]) -> ForwardPass:
+        """Compute the same in parts. The requests must keep their blocks until the end."""
+        slices = [self._slice(item) for item in scheduled]
+        batch = build_batch(slices, self._kv_cache.layout.block_size)
+        return self._model.begin(batch, self._kv_cache)
 
     def forward(self, slices: Sequence[SequenceSlice]) -> npt.NDArray[np.float32]:
         """Compute any slices, whoever owns their blocks; logits of the rows that they ask for."""

@@ -12,6 +12,7 @@ from engine.batcher import Batcher, ScheduledRequest
 from engine.block_pool import BlockPool
 from engine.config import SpeculationLimits
 from engine.engine import Engine
+from engine.layered_prefill import LayeredPrefill
 from engine.model_runner import Runner
 from engine.request import EngineEvent, Request, RequestFailed, TokenOutput
 from engine.sampling import NextToken, Sampler, SamplingParams
@@ -69,6 +70,9 @@ class MemoryRunner:
         # Rows after so many tokens are NaN as well.
         self.is_broken_from = sys.maxsize
         self.is_closed = False
+        # What a layer of a pass in parts takes.
+        self.clock: FakeClock | None = None
+        self.layer_s = 1.0
 
     def execute(self, scheduled: Sequence[ScheduledRequest]) -> Logits:
         self.step_sizes.append(sum(item.num_rows for item in scheduled))
@@ -81,6 +85,9 @@ class MemoryRunner:
             for later in reversed(range(item.num_logits))
         ]
         return np.array(rows, dtype=np.float32).reshape(len(rows), self.vocab_size)
+
+    def begin(self, scheduled: Sequence[ScheduledRequest]) -> "MemoryPass":
+        return MemoryPass(self, scheduled)
 
     def write(self, block_ids: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
         """What a pass, or a transfer from another engine, leaves in the cache."""
@@ -98,6 +105,28 @@ class MemoryRunner:
         return logits_after(seen.tolist(), self.vocab_size)
 
 
+class MemoryPass:
+    """A batch that takes four layers, each of which writes to the blocks that the requests had."""
+
+    def __init__(self, runner: MemoryRunner, scheduled: Sequence[ScheduledRequest]) -> None:
+        self._runner = runner
+        self._scheduled = scheduled
+        self._block_ids = [list(item.request.block_ids) for item in scheduled]
+        self.num_layers_left = 4
+
+    def advance(self, num_layers: int) -> Logits | None:
+        self.num_layers_left -= min(num_layers, self.num_layers_left)
+        if self._runner.clock is not None:
+            self._runner.clock.advance(num_layers * self._runner.layer_s)
+        if self.num_layers_left == 0:
+            return self._runner.execute(self._scheduled)
+        for item, block_ids in zip(self._scheduled, self._block_ids, strict=True):
+            start = item.request.num_computed_tokens
+            token_ids = item.request.token_ids[start:][: item.num_tokens]
+            self._runner.write(block_ids, start, token_ids)
+        return None
+
+
 def make_engine(
     num_blocks: int = 64,
     block_size: int = 4,
@@ -110,6 +139,7 @@ def make_engine(
     max_num_waiting: int = 100,
     enable_prefix_caching: bool = True,
     speculation: SpeculationLimits | None = None,
+    layered: LayeredPrefill | None = None,
     clock: Callable[[], float] | None = None,
 ) -> Engine:
     """An engine over a MemoryRunner, or over another runner."""
@@ -133,6 +163,7 @@ def make_engine(
         eos_token_ids=frozenset({EOS}),
         max_model_len=max_model_len,
         max_num_waiting=max_num_waiting,
+        layered=layered,
         clock=clock,
     )
 

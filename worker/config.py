@@ -62,6 +62,12 @@ class WorkerConfig(ServiceConfig):
     long_prefill_token_threshold: int = Field(
         0, ge=0, description="longest chunk of one prompt while other requests run; 0 is no limit"
     )
+    step_objective_ms: float = Field(
+        25,
+        ge=0,
+        description="a step with decodes should take no longer: of long prompts beside them it"
+        " computes some layers only; 0 is no limit",
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="longest sequence; by default what the model was made for"
     )
@@ -146,6 +152,7 @@ class WorkerConfig(ServiceConfig):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            step_objective_ms=self.step_objective_ms,
             max_model_len=self.max_model_len,
             speculative_method=self.speculative_method,
             speculation=self._speculation,

@@ -14,7 +14,7 @@ from engine.kernels.pack import ALIGNMENT, PackedMatrix
 
 Array = npt.NDArray[Any]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 class KernelError(Exception):
@@ -84,6 +84,9 @@ class BatchStruct(ctypes.Structure):
         ("kv_cache", c_void_p),
         ("num_blocks", c_int64),
         ("logits", c_void_p),
+        ("first_layer", c_int64),
+        ("end_layer", c_int64),
+        ("hidden", c_void_p),
     )
 
 

@@ -61,6 +61,10 @@ Status Model::check(const pdmesh_batch& batch) const {
       batch.query_starts[batch.num_seqs] != batch.num_rows) {
     return Status::kBadRow;
   }
+  if (batch.first_layer < 0 || batch.first_layer >= batch.end_layer ||
+      batch.end_layer > config_.num_layers) {
+    return Status::kBadLayer;
+  }
   for (std::int64_t seq = 0; seq < batch.num_seqs; ++seq) {
     const std::int64_t begin = batch.query_starts[seq], end = batch.query_starts[seq + 1];
     const std::int64_t length = batch.seq_lens[seq];
@@ -90,7 +94,6 @@ Status Model::check(const pdmesh_batch& batch) const {
 void Model::reserve(const pdmesh_batch& batch) {
   // Rounded up, so that batches of growing size do not allocate each time.
   const std::int64_t rows = round_up(std::max(batch.num_rows, batch.num_logits), 64);
-  hidden_.reserve(rows * config_.hidden_size);
   normed_.reserve(rows * config_.hidden_size);
   qkv_.reserve(rows * (query_size_ + 2 * kv_size_));
   attended_.reserve(rows * query_size_);
@@ -173,8 +176,8 @@ void Model::run(int thread) {
   const std::int64_t hidden_size = config_.hidden_size;
   const std::int64_t qkv_size = query_size_ + 2 * kv_size_;
   const std::int64_t intermediate_size = config_.intermediate_size;
-  embed(thread);
-  for (std::int64_t i = 0; i < config_.num_layers; ++i) {
+  if (batch_->first_layer == 0) embed(thread);
+  for (std::int64_t i = batch_->first_layer; i < batch_->end_layer; ++i) {
     const pdmesh_layer& layer = layers_[static_cast<std::size_t>(i)];
     const Linear qkv = linear_view(layer.qkv), output = linear_view(layer.output);
     const Linear gate_up = linear_view(layer.gate_up), down = linear_view(layer.down);
@@ -184,15 +187,15 @@ void Model::run(int thread) {
     attend(thread, i);
     merge_and_quantize(thread, output);
     project(thread, i * kProducts + 1, output, attended_.data(), rows,
-            {Kind::kAdd, hidden_.data(), hidden_size, hidden_size});
+            {Kind::kAdd, batch_->hidden, hidden_size, hidden_size});
     norm(thread, layer.post_attention_norm, gate_up);
     project(thread, i * kProducts + 2, gate_up, normed_.data(), rows,
             {Kind::kSiluMul, activated_.data(), intermediate_size, intermediate_size});
     quantize(thread, down, activated_.data());
     project(thread, i * kProducts + 3, down, activated_.data(), rows,
-            {Kind::kAdd, hidden_.data(), hidden_size, hidden_size});
+            {Kind::kAdd, batch_->hidden, hidden_size, hidden_size});
   }
-  head(thread);
+  if (batch_->end_layer == config_.num_layers) head(thread);
 }
 
 void Model::embed(int thread) {
@@ -200,7 +203,7 @@ void Model::embed(int thread) {
   const Range range = share(batch_->num_rows, thread);
   for (std::int64_t row = range.begin; row < range.end; ++row) {
     dequantize_row(embedding, batch_->token_ids[row],
-                   hidden_.data() + row * config_.hidden_size);
+                   batch_->hidden + row * config_.hidden_size);
   }
   // No barrier: the norm that follows has the same thread on the same rows.
 }
@@ -210,7 +213,7 @@ void Model::norm(int thread, const float* weight, const Linear& next) {
   const Range range = share(batch_->num_rows, thread);
   for (std::int64_t row = range.begin; row < range.end; ++row) {
     float* normed = normed_.data() + row * k;
-    kernels_.rms_norm(hidden_.data() + row * k, weight, config_.rms_norm_eps, k, normed);
+    kernels_.rms_norm(batch_->hidden + row * k, weight, config_.rms_norm_eps, k, normed);
     rows_.quantize(kernels_, next.format, row, normed, k);
   }
   pool_.barrier(thread);
@@ -331,7 +334,7 @@ void Model::head(int thread) {
   const Range range = share(batch_->num_logits, thread);
   for (std::int64_t i = range.begin; i < range.end; ++i) {
     float* normed = normed_.data() + i * k;
-    kernels_.rms_norm(hidden_.data() + batch_->logits_rows[i] * k, config_.final_norm,
+    kernels_.rms_norm(batch_->hidden + batch_->logits_rows[i] * k, config_.final_norm,
                       config_.rms_norm_eps, k, normed);
     rows_.quantize(kernels_, head.format, i, normed, k);
   }

@@ -63,7 +63,7 @@ class Model {
   const std::int64_t query_size_, kv_size_, max_k_;
   ThreadPool pool_;
 
-  Buffer<float> hidden_, normed_, qkv_, attended_, activated_, partial_;
+  Buffer<float> normed_, qkv_, attended_, activated_, partial_;
   ActivationRows rows_;
   std::vector<Buffer<float>> attention_scratch_;
   std::vector<Buffer<std::uint8_t>> linear_scratch_;

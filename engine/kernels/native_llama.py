@@ -21,6 +21,7 @@ from engine.kernels.library import (
     linear_struct,
 )
 from engine.kernels.pack import (
+    ALIGNMENT,
     Arena,
     PackedMatrix,
     gate_up_order,
@@ -104,6 +105,8 @@ class NativeLlama:
         self._weights = weights
         self._rope = tuple(np.ascontiguousarray(table, dtype=np.float32) for table in rope)
         self.vocab_size = config.vocab_size
+        self.num_layers = config.num_layers
+        self._hidden_size = config.hidden_size
         self.kv_format = kv_format
         self.block_bytes = library.block_bytes(
             kv_format, config.num_layers, config.num_kv_heads, config.head_dim, block_size
@@ -136,6 +139,7 @@ class NativeLlama:
         self._model = library.functions.pdmesh_model_create(struct, status)
         library.check(status.value)
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
+        self._hidden = _aligned(0, config.hidden_size)
 
     def forward(self, batch: Batch, kv_cache: Array | int, num_blocks: int) -> Array:
         """Compute a step: keys and values into the cache, float32 logits out.
@@ -143,39 +147,18 @@ class NativeLlama:
         `kv_cache`: the address or the memory of `num_blocks` blocks. The logits, one row per
         entry of `logits_rows`, are valid (and may be overwritten) until the next call.
         """
-        if isinstance(kv_cache, int):
-            cache_address = kv_cache
-        else:
-            if kv_cache.nbytes < num_blocks * self.block_bytes:
-                raise ValueError("the KV cache is smaller than its blocks")
-            cache_address = address(kv_cache)
-        inputs = [
-            _int64(value)
-            for value in (
-                batch.token_ids,
-                batch.positions,
-                batch.slot_mapping,
-                batch.query_starts,
-                batch.seq_lens,
-                batch.block_tables,
-                batch.logits_rows,
-            )
-        ]
-        token_ids, positions, slots, starts, lens, tables, logits_rows = inputs
-        _check_shapes(token_ids, positions, slots, starts, lens, tables)
-        logits = self._logits_for(len(logits_rows))
-        struct = BatchStruct(
-            len(token_ids),
-            len(lens),
-            len(logits_rows),
-            tables.shape[1],
-            *map(address, inputs),
-            cache_address,
-            num_blocks,
-            address(logits),
-        )
-        self._library.check(self._library.functions.pdmesh_model_forward(self._open(), struct))
+        num_rows = len(batch.token_ids)
+        if num_rows > len(self._hidden):
+            self._hidden = _aligned(num_rows, self._hidden_size)
+        whole = NativePass(self, batch, kv_cache, num_blocks, self._hidden)
+        logits = whole.advance(self.num_layers)
+        assert logits is not None
         return logits
+
+    def begin(self, batch: Batch, kv_cache: Array | int, num_blocks: int) -> "NativePass":
+        """Compute a step in parts: other steps may come in between."""
+        hidden = _aligned(len(batch.token_ids), self._hidden_size)
+        return NativePass(self, batch, kv_cache, num_blocks, hidden)
 
     def sample(self, logits: Array, params: Array) -> Array:
         """A token id per row of processed logits; -1 where the largest one is not finite.
@@ -209,15 +192,82 @@ class NativeLlama:
     ) -> None:
         self.close()
 
+    def compute(self, struct: BatchStruct) -> None:
+        """A part of a pass, which calls this."""
+        self._library.check(self._library.functions.pdmesh_model_forward(self._open(), struct))
+
+    def logits_for(self, num_rows: int) -> Array:
+        """Memory for so many rows, the same in each call."""
+        if num_rows > len(self._logits):
+            self._logits = np.empty((num_rows, self.vocab_size), dtype=np.float32)
+        return self._logits[:num_rows]
+
     def _open(self) -> Any:
         if not self._model:
             raise KernelError("the model is closed")
         return self._model
 
-    def _logits_for(self, num_rows: int) -> Array:
-        if num_rows > len(self._logits):
-            self._logits = np.empty((num_rows, self.vocab_size), dtype=np.float32)
-        return self._logits[:num_rows]
+
+class NativePass:
+    """A batch on its way through the layers, and all memory that it needs until its end."""
+
+    def __init__(
+        self,
+        llama: NativeLlama,
+        batch: Batch,
+        kv_cache: Array | int,
+        num_blocks: int,
+        hidden: Array,
+    ) -> None:
+        self._llama = llama
+        self._memory = (kv_cache, hidden)
+        if isinstance(kv_cache, int):
+            cache_address = kv_cache
+        else:
+            if kv_cache.nbytes < num_blocks * llama.block_bytes:
+                raise ValueError("the KV cache is smaller than its blocks")
+            cache_address = address(kv_cache)
+        self._inputs = [
+            _int64(value)
+            for value in (
+                batch.token_ids,
+                batch.positions,
+                batch.slot_mapping,
+                batch.query_starts,
+                batch.seq_lens,
+                batch.block_tables,
+                batch.logits_rows,
+            )
+        ]
+        token_ids, positions, slots, starts, lens, tables, logits_rows = self._inputs
+        _check_shapes(token_ids, positions, slots, starts, lens, tables)
+        self._struct = BatchStruct(
+            len(token_ids),
+            len(lens),
+            len(logits_rows),
+            tables.shape[1],
+            *map(address, self._inputs),
+            cache_address,
+            num_blocks,
+            hidden=address(hidden),
+        )
+
+    @property
+    def num_layers_left(self) -> int:
+        return self._llama.num_layers - int(self._struct.end_layer)
+
+    def advance(self, num_layers: int) -> Array | None:
+        """Compute so many layers more; after the last one, the logits, as `forward` has them."""
+        struct = self._struct
+        struct.first_layer = struct.end_layer
+        struct.end_layer += min(num_layers, self.num_layers_left)
+        if self.num_layers_left:
+            self._llama.compute(struct)
+            return None
+        logits = self._llama.logits_for(len(self._inputs[-1]))
+        struct.logits = address(logits)
+        self._llama.compute(struct)
+        return logits
 
 
 class PackedModel:
@@ -343,6 +393,14 @@ def _float32(weight: Weight) -> Array:
     if hasattr(weight, "detach"):
         weight = weight.detach().to("cpu").float().numpy()
     return np.ascontiguousarray(weight, dtype=np.float32)
+
+
+def _aligned(num_rows: int, num_columns: int) -> Array:
+    """float32 memory that begins with a cache line."""
+    memory = np.empty(num_rows * num_columns * 4 + ALIGNMENT, dtype=np.uint8)
+    begin = -address(memory) % ALIGNMENT
+    floats = memory[begin : begin + num_rows * num_columns * 4].view(np.float32)
+    return floats.reshape(num_rows, num_columns)
 
 
 def _int64(value: Any) -> Array:

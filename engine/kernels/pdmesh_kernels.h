@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-#define PDMESH_ABI_VERSION 1
+#define PDMESH_ABI_VERSION 2
 
 /* Weights packed as kernels.h describes; `format` is its WeightFormat. */
 typedef struct {
@@ -54,7 +54,12 @@ typedef struct {
 } pdmesh_config;
 
 /* One step: num_rows tokens of num_seqs sequences, the rows of a sequence adjacent and at
- * consecutive positions, its last one at seq_lens - 1. */
+ * consecutive positions, its last one at seq_lens - 1.
+ *
+ * The layers from first_layer to end_layer, exclusive, are computed. What goes from one layer to
+ * the next is in `hidden`: several calls, one after the other with the same batch, compute what
+ * one call would, and other batches may come in between. Only the one with the first layer reads
+ * token_ids, and only the one with the last layer writes logits. */
 typedef struct {
   int64_t num_rows;
   int64_t num_seqs;
@@ -70,6 +75,9 @@ typedef struct {
   uint8_t* kv_cache;
   int64_t num_blocks;
   float* logits; /* [num_logits][vocab_size] */
+  int64_t first_layer;
+  int64_t end_layer;
+  float* hidden; /* [num_rows][hidden_size] */
 } pdmesh_batch;
 
 /* One row of sampling: temperature below 1e-5 is greedy; top_k 0, top_p 1 and min_p 0 are off. */

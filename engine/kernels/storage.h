@@ -17,6 +17,7 @@ enum class Status : std::int32_t {
   kBadPosition,
   kBadBlock,
   kBadRow,
+  kBadLayer,
   kOutOfMemory,
 };
 

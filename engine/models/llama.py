@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.config import ModelConfig
-from engine.forward_batch import ForwardBatch
+from engine.forward_batch import ForwardBatch, Int64Array
 from engine.kv_cache import KvCache
 from engine.layers.attention import PagedAttention, plan_attention
 from engine.layers.linear import Linear
@@ -60,38 +60,83 @@ class LlamaModel:
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
         check_weights(config, {name: tuple(tensor.shape) for name, tensor in weights.items()})
         self.config = config
-        self._embedding = weights["model.embed_tokens.weight"]
-        self._layers = [_layer(config, weights, index) for index in range(config.num_layers)]
-        self._norm = RmsNorm(weights["model.norm.weight"], config.rms_norm_eps)
-        self._lm_head = Linear(weights["lm_head.weight"])
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.layers = [_layer(config, weights, index) for index in range(config.num_layers)]
+        self.norm = RmsNorm(weights["model.norm.weight"], config.rms_norm_eps)
+        self.lm_head = Linear(weights["lm_head.weight"])
         self._rotary = RotaryEmbedding(
-            config.head_dim, config.rope_theta, config.rope_scaling, str(self._embedding.device)
+            config.head_dim, config.rope_theta, config.rope_scaling, str(self.embedding.device)
         )
 
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> Float32Array:
         """Write the batch's keys and values, and return float32 logits `[L, vocab_size]`."""
-        config, device = self.config, self._embedding.device
-        hidden = F.embedding(torch.from_numpy(batch.token_ids).to(device), self._embedding)
-        positions = torch.from_numpy(batch.positions).to(device)
-        rotate = self._rotary.at(positions, hidden.dtype)
-        attention = plan_attention(
-            batch, kv_cache.layout, config.num_kv_groups, config.sliding_window, hidden
-        )
-        for index, layer in enumerate(self._layers):
-            normed = layer.input_norm(hidden)
-            hidden = hidden + layer.attend(index, normed, rotate, attention, kv_cache)
-            hidden = hidden + layer.feed_forward(layer.post_attention_norm(hidden))
-        wanted = hidden[torch.from_numpy(batch.logits_rows).to(device)]
-        logits: Float32Array = self._lm_head(self._norm(wanted)).float().cpu().numpy()
+        logits = self.begin(batch, kv_cache).advance(self.config.num_layers)
+        assert logits is not None
         return logits
+
+    @torch.inference_mode()
+    def begin(self, batch: ForwardBatch, kv_cache: KvCache) -> "LlamaPass":
+        """Compute the same in parts."""
+        device = self.embedding.device
+        hidden = F.embedding(torch.from_numpy(batch.token_ids).to(device), self.embedding)
+        rotate = self._rotary.at(torch.from_numpy(batch.positions).to(device), hidden.dtype)
+        attention = plan_attention(
+            batch, kv_cache.layout, self.config.num_kv_groups, self.config.sliding_window, hidden
+        )
+        return LlamaPass(self, batch.logits_rows, hidden, rotate, attention, kv_cache)
 
     def close(self) -> None:
         """Nothing to end: torch's threads are the process's."""
+
+
+class LlamaPass:
+    """A batch on its way through the layers."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        logits_rows: Int64Array,
+        hidden: Tensor,
+        rotate: Rotation,
+        attention: PagedAttention,
+        kv_cache: KvCache,
+    ) -> None:
+        self._model = model
+        self._logits_rows = logits_rows
+        self._hidden = hidden
+        self._rotate = rotate
+        self._attention = attention
+        self._kv_cache = kv_cache
+        self._next_layer = 0
+
+    @property
+    def num_layers_left(self) -> int:
+        return len(self._model.layers) - self._next_layer
+
+    @torch.inference_mode()
+    def advance(self, num_layers: int) -> Float32Array | None:
+        """Compute so many layers more; after the last one, the logits, as `forward` has them."""
+        model, hidden = self._model, self._hidden
+        for index in range(
+            self._next_layer, self._next_layer + min(num_layers, self.num_layers_left)
+        ):
+            layer = model.layers[index]
+            normed = layer.input_norm(hidden)
+            hidden = hidden + layer.attend(
+                index, normed, self._rotate, self._attention, self._kv_cache
+            )
+            hidden = hidden + layer.feed_forward(layer.post_attention_norm(hidden))
+            self._next_layer += 1
+        self._hidden = hidden
+        if self.num_layers_left:
+            return None
+        wanted = hidden[torch.from_numpy(self._logits_rows).to(hidden.device)]
+        logits: Float32Array = model.lm_head(model.norm(wanted)).float().cpu().numpy()
+        return logits
 
 
 def _layer(config: ModelConfig, weights: dict[str, Tensor], index: int) -> LlamaLayer:

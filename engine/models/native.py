@@ -9,7 +9,7 @@ from engine.config import KvDtypeName, ModelConfig
 from engine.forward_batch import ForwardBatch
 from engine.kernels.formats import KvFormat
 from engine.kernels.library import Library
-from engine.kernels.native_llama import NativeLlama, PackedModel
+from engine.kernels.native_llama import NativeLlama, NativePass, PackedModel
 from engine.kv_cache import KvCache, KvCacheLayout
 from engine.rope import rotary_frequencies, rotary_tables
 
@@ -50,6 +50,10 @@ class NativeModel:
     def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> npt.NDArray[np.float32]:
         """Write the batch's keys and values, and return float32 logits `[L, vocab_size]`."""
         return self._llama.forward(batch, kv_cache.memory, kv_cache.num_blocks)
+
+    def begin(self, batch: ForwardBatch, kv_cache: KvCache) -> NativePass:
+        """Compute the same in parts."""
+        return self._llama.begin(batch, kv_cache.memory, kv_cache.num_blocks)
 
     def draw(
         self, logits: npt.NDArray[np.float32], params: npt.NDArray[Any]

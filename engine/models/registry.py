@@ -16,7 +16,7 @@ from engine.config import (
     ModelConfig,
     ModelError,
 )
-from engine.forward_batch import ForwardBatch
+from engine.forward_batch import ForwardBatch, ForwardPass
 from engine.kernels.library import load_library
 from engine.kv_cache import KvCache, KvCacheLayout
 from engine.loader import load_weights, stored_dtype
@@ -41,6 +41,10 @@ class Model(Protocol):
 
         They are the caller's to change, until the next call.
         """
+        ...
+
+    def begin(self, batch: ForwardBatch, kv_cache: KvCache) -> ForwardPass:
+        """Compute the same in parts, between which other batches may be computed."""
         ...
 
     def close(self) -> None:

@@ -177,7 +177,7 @@ def check_guessed_ahead(case: Case, num_tokens: int) -> None:
     assert 0 < num_accepted < num_guessed
 
 
-def check(case: Case, at_once: int = 16, **settings: int) -> None:
+def check(case: Case, at_once: int = 16, **settings: float) -> None:
     """Computed from nothing, under other settings."""
     config = replace(case.config, enable_prefix_caching=False, **settings)  # type: ignore[arg-type]
     with running_engine(config) as engine:
@@ -194,6 +194,10 @@ def test_alone_in_chunks_of_64_on_one_thread(case: Case) -> None:
 
 def test_handed_over_after_chunks_of_16(case: Case) -> None:
     check_handed_over(case, max_num_batched_tokens=16)
+
+
+def test_a_layer_at_a_time_beside_decodes(case: Case) -> None:
+    check(case, max_num_batched_tokens=100, step_objective_ms=1e-3)
 
 
 def test_preempted_and_resumed(case: Case) -> None:

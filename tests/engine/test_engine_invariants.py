@@ -8,9 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.block_pool import BlockEvents
 from engine.config import SpeculationLimits
+from engine.layered_prefill import LayeredPrefill
 from engine.request import EngineEvent, RemoteKvWanted, Request, RequestFailed, TokenOutput
 from engine.sampling import SamplingParams
-from tests.fakes import MemoryRunner, make_engine, naive_generate
+from tests.fakes import FakeClock, MemoryRunner, make_engine, naive_generate
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 14
@@ -26,6 +27,7 @@ class EngineMachine(RuleBasedStateMachine):
         extra_budget=st.integers(0, 6),
         threshold=st.integers(0, 4),
         speculation=st.none() | st.builds(SpeculationLimits, st.integers(1, 7), st.just(1)),
+        layers_beside_decodes=st.none() | st.integers(1, 4),
     )
     def start(
         self,
@@ -33,8 +35,13 @@ class EngineMachine(RuleBasedStateMachine):
         extra_budget: int,
         threshold: int,
         speculation: SpeculationLimits | None,
+        layers_beside_decodes: int | None,
     ) -> None:
         self.runner = MemoryRunner(NUM_BLOCKS, BLOCK_SIZE)
+        self.runner.clock = clock = FakeClock()
+        layered = layers_beside_decodes and LayeredPrefill(
+            self.runner.begin, layers_beside_decodes, few_tokens=1, clock=clock
+        )
         self.runner.is_broken = lambda request: request.request_id in self.broken
         self.engine = make_engine(
             NUM_BLOCKS,
@@ -45,6 +52,8 @@ class EngineMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             max_model_len=MAX_MODEL_LEN,
             speculation=speculation,
+            layered=layered or None,
+            clock=clock,
         )
         self.engine.on_block_events = self.learn
         self.findable: set[bytes] = set()

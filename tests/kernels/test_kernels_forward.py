@@ -142,6 +142,24 @@ def test_chunks_decoding_batches_and_threads_give_the_same_bits(
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
+def test_layers_one_by_one_with_others_in_between_give_the_same_bits(
+    library: Library, weight_format: WeightFormat
+) -> None:
+    token_ids = make_tokens(LENGTH)
+    whole = _run_whole(make_runner(library, weight_format), token_ids)
+    runner = make_runner(library, weight_format, num_threads=2)
+    batch = make_batch([Piece(token_ids, 0, shuffled_blocks(LENGTH))], runner.block_size)
+    neighbour = Piece(make_tokens(40, seed=1), 0, range(200, 210))
+
+    layers = runner.model.begin(batch, runner.cache, runner.num_blocks)
+    while (logits := layers.advance(1)) is None:
+        runner.run(neighbour)
+
+    assert np.array_equal(logits, whole)
+    assert layers.num_layers_left == 0
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
 def test_neighbours_in_random_batches_do_not_show(
     library: Library, weight_format: WeightFormat
 ) -> None:
@@ -303,6 +321,16 @@ def test_an_index_out_of_range_is_refused_before_any_memory_is_touched(
 
     with pytest.raises(KernelError, match=message):
         runner.model.forward(batch, runner.cache, runner.num_blocks)
+
+
+def test_layers_that_there_are_not_are_refused(library: Library) -> None:
+    runner = make_runner(library)
+    batch = make_batch([Piece([1], 0, [0])], runner.block_size)
+    layers = runner.model.begin(batch, runner.cache, runner.num_blocks)
+    layers.advance(layers.num_layers_left)
+
+    with pytest.raises(KernelError, match="layers"):
+        layers.advance(1)
 
 
 def test_arrays_of_different_lengths_are_refused(library: Library) -> None:

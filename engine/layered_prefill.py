@@ -1,0 +1,119 @@
+"""Long prompts beside decodes: some of the model's layers in each step, so that tokens keep coming.
+
+Chunks short enough for steady steps would look at all earlier keys too often: twice the work, with
+64 tokens at a time instead of 256. Layers can be computed one by one at no cost.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.batcher import Batch, ScheduledRequest
+from engine.forward_batch import ForwardPass
+from engine.request import Request
+
+# What a layer takes at least, by clocks that do not see it.
+_SHORTEST_S = 1e-6
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The prompts' part of a pass that has gone through all layers."""
+
+    scheduled: list[ScheduledRequest]
+    logits: npt.NDArray[np.float32]
+
+
+class LayeredPrefill:
+    """Owns at most one pass over prompts, which steps carry on from layer to layer."""
+
+    def __init__(
+        self,
+        begin: Callable[[Sequence[ScheduledRequest]], ForwardPass],
+        objective_s: float,
+        *,
+        few_tokens: int = 16,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`objective_s`: how long a step with decodes should take at most. `few_tokens` of a
+        request are not worth a pass of their own.
+        """
+        self._begin = begin
+        self._objective_s = objective_s
+        self._few_tokens = few_tokens
+        self._clock = clock
+        self._pass: ForwardPass | None = None
+        self._scheduled: list[ScheduledRequest] = []
+        self._num_layers = 0
+        # What a token takes in all layers, as measured last; None: not yet.
+        self._token_s: float | None = None
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """Whose tokens are under way: their blocks are written to, and they cannot be scheduled."""
+        return [item.request for item in self._scheduled]
+
+    @property
+    def num_tokens_beside(self) -> int:
+        """Prompt tokens that decodes may share a step with: half of its time."""
+        return int(self._objective_s / 2 / self._token_s) if self._token_s else 0
+
+    def take_from(self, batch: Batch) -> None:
+        """Begin a pass over a batch's prompts if they would take its decodes too long."""
+        batch.computed_apart = self._scheduled
+        prompts = [item for item in batch.scheduled if item.num_tokens > self._few_tokens]
+        num_tokens = sum(item.num_tokens for item in prompts)
+        is_alone = len(prompts) == len(batch.scheduled)
+        if self._scheduled or is_alone or num_tokens <= self.num_tokens_beside:
+            return
+        self._scheduled = prompts
+        self._pass = self._begin(prompts)
+        self._num_layers = self._pass.num_layers_left
+        batch.computed_apart = prompts
+        batch.scheduled = [item for item in batch.scheduled if item.num_tokens <= self._few_tokens]
+
+    def advance(self, decoding_s: float | None) -> Finished | None:
+        """Compute what a step has time for besides its decodes, which took `decoding_s`; without
+        decodes, all that is left. Returns what was computed, after the last layer.
+        """
+        if self._pass is None:
+            return None
+        num_layers, ends_at = self._pass.num_layers_left, math.inf
+        if decoding_s is not None:
+            # Never less time than the decodes have, or prompts would starve beside many of them.
+            ends_at = self._clock() + max(self._objective_s - decoding_s, decoding_s)
+            num_layers = 1
+        logits = None
+        while logits is None and num_layers > 0:
+            layer_s, logits = self._compute(self._pass, num_layers)
+            num_left = self._pass.num_layers_left
+            num_layers = round(min((ends_at - self._clock()) / layer_s, num_left))
+        if logits is None:
+            return None
+        finished = Finished(self._scheduled, logits)
+        self._end()
+        return finished
+
+    def drop(self, requests: Collection[Request]) -> None:
+        """Give the pass up if any of these is in it: their blocks are others' from now on."""
+        if any(item.request in requests for item in self._scheduled):
+            self._end()
+
+    def _compute(
+        self, under_way: ForwardPass, num_layers: int
+    ) -> tuple[float, npt.NDArray[np.float32] | None]:
+        """Compute so many layers more; also returns what each took."""
+        started_at = self._clock()
+        logits = under_way.advance(num_layers)
+        layer_s = max((self._clock() - started_at) / num_layers, _SHORTEST_S)
+        num_tokens = sum(item.num_tokens for item in self._scheduled)
+        self._token_s = layer_s * self._num_layers / num_tokens
+        return layer_s, logits
+
+    def _end(self) -> None:
+        self._pass = None
+        self._scheduled = []

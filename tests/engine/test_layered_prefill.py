@@ -1,0 +1,170 @@
+"""Long prompts that are computed some layers at a time beside decodes."""
+
+from engine.engine import Engine
+from engine.layered_prefill import LayeredPrefill
+from engine.reports import StepReport
+from engine.request import Request, TokenOutput
+from engine.sampling import SamplingParams
+from tests.fakes import (
+    FakeClock,
+    MemoryRunner,
+    make_engine,
+    naive_generate,
+    run_to_end,
+    run_until_stalled,
+    token_ids_of,
+)
+
+VOCAB_SIZE = 40
+GREEDY = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+
+
+class Bench:
+    """An engine whose passes have four layers of a second each."""
+
+    def __init__(self, objective_s: float = 1.0, num_blocks: int = 64) -> None:
+        self.clock = FakeClock()
+        self.runner = MemoryRunner(num_blocks, 4)
+        self.runner.clock = self.clock
+        self.engine = make_engine(
+            num_blocks,
+            runner=self.runner,
+            max_num_batched_tokens=40,
+            layered=LayeredPrefill(self.runner.begin, objective_s, few_tokens=2, clock=self.clock),
+            clock=self.clock,
+        )
+
+    def step(self) -> list[str]:
+        """Whose tokens a step brought."""
+        return [e.request_id for e in self.engine.step() if isinstance(e, TokenOutput)]
+
+    def start(self, *request_ids: str) -> None:
+        """Let requests decode."""
+        for request_id in request_ids:
+            self.engine.add_request(short(request_id))
+        assert self.step() == list(request_ids)
+
+
+def short(request_id: str) -> Request:
+    return Request(request_id, [5, int(request_id[1:]) + 3], GREEDY)
+
+
+def long(request_id: str, length: int = 40, max_tokens: int = 3) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return Request(request_id, [7] * length, params)
+
+
+def assert_nothing_is_taken(engine: Engine) -> None:
+    load = engine.load()
+    assert load.num_free_blocks == load.num_blocks
+
+
+def test_decodes_get_a_token_in_every_step_of_a_long_prompt() -> None:
+    bench = Bench(objective_s=1.0)
+    bench.start("s0", "s1")
+    bench.engine.add_request(long("long", 38))
+
+    tokens = [bench.step() for _ in range(5)]
+
+    assert [sorted(step) for step in tokens[:3]] == [["s0", "s1"]] * 3
+    assert sorted(tokens[3]) == ["long", "s0", "s1"]
+    assert sorted(tokens[4]) == ["long", "s0", "s1"]
+
+
+def test_a_step_computes_as_many_layers_as_its_time_allows() -> None:
+    bench = Bench(objective_s=2.0)
+    bench.start("s0")
+    bench.engine.add_request(long("long", 39))
+
+    tokens = [bench.step() for _ in range(2)]
+
+    assert tokens == [["s0"], ["long", "s0"]]
+
+
+def test_a_prompt_without_decodes_is_computed_at_once() -> None:
+    bench = Bench()
+    bench.engine.add_request(long("long", 40))
+
+    assert bench.step() == ["long"]
+    assert bench.clock.now == 100.0, "not in parts"
+
+
+def test_when_the_last_decode_ends_the_rest_of_a_pass_is_computed_at_once() -> None:
+    bench = Bench()
+    bench.start("s0")
+    bench.engine.add_request(long("long", 39))
+    bench.step()
+    bench.engine.abort("s0")
+
+    assert bench.step() == ["long"]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    # A token takes a tenth of a second: five of them may go with the decodes.
+    bench = Bench(objective_s=1.0)
+    bench.start("s0")
+    bench.engine.add_request(long("long", 40 - 1))
+    bench.step()
+    bench.engine.add_request(short("s1"))
+
+    assert sorted(bench.step()) == ["s0", "s1"]
+
+
+def test_prompts_in_parts_give_the_tokens_of_prompts_at_once() -> None:
+    requests = [short("s0"), short("s1"), long("a", 90), long("b", 61), short("s2")]
+    expected = {
+        r.request_id: naive_generate(r.prompt_token_ids, r.sampling_params, VOCAB_SIZE, 200)
+        for r in requests
+    }
+    bench = Bench()
+    bench.start("s0", "s1")
+
+    outputs = run_to_end(bench.engine, *requests[2:])
+
+    for request_id in ("a", "b", "s2"):
+        assert token_ids_of(outputs[request_id]) == expected[request_id]
+    for request_id in ("s0", "s1"):
+        tail = token_ids_of(outputs[request_id])
+        assert tail == expected[request_id][-len(tail) :]
+
+
+def test_blocks_of_an_aborted_prompt_are_not_written_to_any_more() -> None:
+    bench = Bench(num_blocks=16)
+    bench.start("s0")
+    bench.engine.add_request(long("gone", 39))
+    bench.step()
+
+    bench.engine.abort("gone")
+    heir = Request("heir", [9] * 35, GREEDY)
+    outputs = run_to_end(bench.engine, heir)
+
+    expected = naive_generate(heir.prompt_token_ids, GREEDY, VOCAB_SIZE, 64)
+    assert token_ids_of(outputs["heir"]) == expected[: len(outputs["heir"])]
+    assert_nothing_is_taken(bench.engine)
+
+
+def test_a_prompt_that_is_preempted_half_way_starts_over() -> None:
+    bench = Bench(num_blocks=11)
+    bench.start("s0")
+    bench.engine.add_request(long("long", 39))
+    first_steps = [bench.step() for _ in range(3)]
+
+    outputs = [e for e in run_until_stalled(bench.engine) if isinstance(e, TokenOutput)]
+
+    assert ["long"] not in first_steps
+    tokens = token_ids_of([e for e in outputs if e.request_id == "long"])
+    assert tokens == naive_generate([7] * 39, long("long").sampling_params, VOCAB_SIZE, 44)
+    assert_nothing_is_taken(bench.engine)
+
+
+def test_a_report_counts_the_tokens_of_a_pass_in_the_step_that_ends_it() -> None:
+    bench, reports = Bench(), list[StepReport]()
+    bench.start("s0")
+    bench.engine.on_step = reports.append
+    bench.engine.add_request(long("long", 39))
+
+    for _ in range(4):
+        bench.step()
+
+    assert [report.num_tokens for report in reports] == [1, 1, 1, 40]
+    assert all(set(report.request_ids) == {"s0", "long"} for report in reports)
