@@ -89,6 +89,10 @@ def test_the_layout_of_the_cache_is_told_as_autoscalers_read_it() -> None:
 
 # What vLLM's own dashboards, llm-d and KEDA recipes ask for.
 READ_ELSEWHERE = {
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
     "num_requests_running",
     "num_requests_waiting",
     "num_requests_waiting_by_reason",
