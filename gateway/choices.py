@@ -85,8 +85,11 @@ class Choices:
                 await is_primed.wait()
             async with aclosing(self._pipeline.generate(job)) as deltas:
                 async for delta in deltas:
-                    is_primed.set()
                     await self._hand_over(ChoiceDelta(index, delta), job)
+                    if not is_primed.is_set():
+                        is_primed.set()
+                        # The first one is sent before this goes on to tell others of it.
+                        await asyncio.sleep(0)
         except Exception as error:
             self.fail(error)
         finally:
