@@ -23,6 +23,10 @@ from worker.host import Quiescence, Service, Worker
 from worker.spans import add_chunk_event, end_attributes, run_span
 from worker.streams import ActiveStreams
 
+# The token goes with the blocks to who pulls them. What says when it was sampled must not take the
+# cores from them, or from the message that takes the token to the client.
+_COURTESY_S = 0.005
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -110,6 +114,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 )
                 if progress.first_token_id is not None:
                     message.sampled_at.CopyFrom(_after(progress.sampled_at - time.perf_counter()))
+                    await asyncio.sleep(_COURTESY_S)
                 yield message
 
     async def RenewKv(

@@ -1,5 +1,6 @@
 """The copy itself, from one mapping to another: of blocks that are there, or as they come."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from kv_transfer_svc.filling import Filling
 from kv_transfer_svc.runs import BlockRun, to_runs
 from kv_transfer_svc.segments import Segment
 from mesh.telemetry import Stopwatch
+
+_COURTESY_S = 0.003
 
 
 def copy_runs(source: Segment, destination: Segment, runs: Sequence[BlockRun]) -> int:
@@ -64,6 +67,8 @@ class FollowingCopy:
         progress.next_token_id = self.filling.wait_for_token()
         if self.destination.fill_marks is not None:
             self.destination.fill_marks.announce(self.destination_ids, progress.next_token_id)
+            # It is about to use the cores; what we still have to say is no news there.
+            time.sleep(_COURTESY_S)
         return progress.num_bytes
 
     def _runs(self, start: int, end: int) -> list[BlockRun]:
