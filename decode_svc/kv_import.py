@@ -221,6 +221,7 @@ class KvClaim:
 
         def on_arrival(token_id: int) -> None:
             self.first_token_ids = [token_id]
+            self.first_token_at = time.perf_counter()
             self.payload_bytes = len(wanted.block_ids) * self._importer.block_bytes
             self._has_arrived = True
             engine.remote_kv_done(self._request_id, self.first_token_ids)
@@ -275,9 +276,10 @@ class KvClaim:
         if self._remote.awaits_first_token:
             token = await self._holder.first_token()
             self.first_token_ids = [token.token_id]
-            # Another machine's clock may be wrong, but not that wrong.
+            # Another machine's clock may be wrong: not before we asked, nor after we knew.
             age_s = max(0.0, time.time() - token.sampled_at_s)
-            self.first_token_at = max(self._started_at, time.perf_counter() - age_s)
+            sampled_at = max(self._started_at, time.perf_counter() - age_s)
+            self.first_token_at = min(sampled_at, self.first_token_at or math.inf)
 
     async def _pull(self, wanted: RemoteKvWanted) -> Fallback | None:
         """Fill the wanted blocks, while they are computed if need be; raises PullFailed."""

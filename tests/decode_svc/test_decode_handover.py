@@ -1,6 +1,7 @@
 """Decode calls that come before prefill has finished: what is pulled when, and what ends them."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -269,3 +270,28 @@ async def test_time_before_the_first_token_is_not_decodes(
     assert types_pb2.STAGE_DECODE_WAIT not in stages
     assert stages[types_pb2.STAGE_KV_TRANSFER] <= 50
     assert stages[types_pb2.STAGE_DECODE_STEPS] == pytest.approx(10)
+
+
+async def test_clock_that_is_ahead_does_not_make_the_transfer_vanish(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    rig.agent.may_finish.clear()
+    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    run = await engine.next_run()
+    run.want_remote_kv(0, 3, 4, 5)
+    await next_pull(rig)
+    rig.agent.next_token_id = 9
+    rig.agent.may_finish.set()
+    await engine.next_kv_answer()
+    await asyncio.sleep(0.2)
+    tomorrow = prefill_pb2.WatchKvResponse(num_computed_tokens=10, first_token_id=9)
+    tomorrow.sampled_at.FromSeconds(int(time.time()) + 86_400)
+    rig.holder.progress.put_nowait(tomorrow)
+    await wait_until(lambda: rig.holder.released == ["h1"])
+    run.finish(1, timings=RequestTimings(remote_kv_s=0.15, decode_s=0.01))
+
+    last = [event async for event in events][-1]
+
+    # The blocks were here before the message: what came after them counts.
+    stages = {timing.stage: timing.duration_ms for timing in last.finished.timings}
+    assert 0 < stages[types_pb2.STAGE_KV_TRANSFER] < 150
