@@ -12,7 +12,9 @@ class DecodeConfig(WorkerConfig):
 
     service: ClassVar[str] = "decode"
 
-    kv_pull_timeout_s: float = Field(10.0, gt=0, description="bound of one KV transfer")
+    kv_pull_timeout_s: float = Field(
+        10.0, gt=0, description="bound of one KV transfer, from the end of its prefill on"
+    )
     kv_release_timeout_s: float = Field(
         2.0, gt=0, description="bound of asking the prefill worker whether its lease held"
     )
