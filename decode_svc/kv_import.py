@@ -208,8 +208,9 @@ class KvClaim:
             pulling.cancel()
             # Dead or alive, the request waits for this.
             tell_engine(self._request_id, self.first_token_ids)
-            # It says when the prefill ended, which the blocks do not.
-            await asyncio.wait({following}, timeout=self._importer.limits.release_timeout_s)
+            if self.first_token_ids:
+                # It says when the prefill ended, which the blocks do not.
+                await asyncio.wait({following}, timeout=self._importer.limits.release_timeout_s)
             following.cancel()
             await asyncio.gather(pulling, following, return_exceptions=True)
             self._release_soon()
