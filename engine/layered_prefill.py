@@ -18,6 +18,8 @@ from engine.request import Request
 
 # What a layer takes at least, by clocks that do not see it.
 _SHORTEST_S = 1e-6
+# By how much the least that a token took is taken to be more with every measurement.
+_FORGETTING = 1.001
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class LayeredPrefill:
         self._pass: ForwardPass | None = None
         self._scheduled: list[ScheduledRequest] = []
         self._num_layers = 0
-        # What a token takes in all layers, as measured last; None: not yet.
-        self._token_s: float | None = None
+        # What a token takes in all layers, with few before it to look at: the least of late.
+        self._token_s = math.inf
 
     @property
     def requests(self) -> Collection[Request]:
@@ -60,7 +62,7 @@ class LayeredPrefill:
     @property
     def num_tokens_beside(self) -> int:
         """Prompt tokens that decodes may share a step with: half of its time."""
-        return int(self._objective_s / 2 / self._token_s) if self._token_s else 0
+        return int(self._objective_s / 2 / self._token_s)
 
     def take_from(self, batch: Batch) -> None:
         """Begin a pass over a batch's prompts if they would take its decodes too long."""
@@ -70,10 +72,9 @@ class LayeredPrefill:
         is_alone = len(prompts) == len(batch.scheduled)
         if self._scheduled or is_alone or num_tokens <= self.num_tokens_beside:
             return
-        self._scheduled = prompts
+        self._scheduled = batch.computed_apart = prompts
         self._pass = self._begin(prompts)
         self._num_layers = self._pass.num_layers_left
-        batch.computed_apart = prompts
         batch.scheduled = [item for item in batch.scheduled if item.num_tokens <= self._few_tokens]
 
     def advance(self, decoding_s: float | None) -> Finished | None:
@@ -111,7 +112,8 @@ class LayeredPrefill:
         logits = under_way.advance(num_layers)
         layer_s = max((self._clock() - started_at) / num_layers, _SHORTEST_S)
         num_tokens = sum(item.num_tokens for item in self._scheduled)
-        self._token_s = layer_s * self._num_layers / num_tokens
+        token_s = layer_s * self._num_layers / num_tokens
+        self._token_s = min(token_s, self._token_s * _FORGETTING)
         return layer_s, logits
 
     def _end(self) -> None:

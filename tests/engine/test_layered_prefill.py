@@ -110,6 +110,18 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     assert sorted(bench.step()) == ["s0", "s1"]
 
 
+def test_that_a_long_context_is_slow_does_not_keep_short_prompts_waiting() -> None:
+    bench = Bench(objective_s=1.0)
+    bench.start("s0")
+    bench.engine.add_request(long("long", 39))
+    bench.step()
+    bench.runner.layer_s = 5.0
+    bench.step()
+    bench.engine.add_request(short("s1"))
+
+    assert sorted(bench.step()) == ["s0", "s1"]
+
+
 def test_prompts_in_parts_give_the_tokens_of_prompts_at_once() -> None:
     requests = [short("s0"), short("s1"), long("a", 90), long("b", 61), short("s2")]
     expected = {
