@@ -30,6 +30,7 @@ from gateway.rules.model import RuleSet
 from mesh.bench.client import Endpoint, PlannedRequest, Recording, open_client
 from mesh.bench.prompts import PromptMaker, Vocabulary
 from mesh.home import Home
+from mesh.launch import threads_of_a_worker
 from mesh.ports import find_free_ports
 from mesh.redis_client import connect_redis
 from worker.engine_loading import load_engine
@@ -197,8 +198,7 @@ async def measure_edge(
         if "nginx" in parts:
             result["nginx"] = await through_nginx(url, model.name, prompts, plan, nginx)
         if "engine" in parts:
-            # As `pdmesh up` shares the cores among its two workers.
-            threads = max(1, num_cores // 2)
+            threads = threads_of_a_worker(num_cores, num_prefill=1, num_decode=1)
             result["engine"] = await beside_bare_engine(
                 url, model.name, model, prompts, plan, threads
             )

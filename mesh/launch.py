@@ -165,6 +165,15 @@ def write_topology(home: Home, topology: Mapping[str, Any]) -> None:
     home.topology_file.chmod(0o600)
 
 
+def threads_of_a_worker(num_cores: int, num_prefill: int, num_decode: int) -> int:
+    """How many threads each worker of a machine computes with.
+
+    Each pool may use all cores: mostly one of them waits for work, and where both have it the
+    prefill workers' lower priority decides.
+    """
+    return max(1, num_cores // max(num_prefill, num_decode, 1))
+
+
 def _topology(
     home: Home,
     options: LaunchOptions,
@@ -177,9 +186,7 @@ def _topology(
         "model": options.model_name,
         "model_path": str(options.model_path),
         "segment_prefix": home.segment_prefix,
-        # Each pool may use all cores: mostly one of them waits for work, and where both have it
-        # the prefill workers' lower priority decides.
-        "num_threads": max(1, num_cores // max(options.num_prefill, options.num_decode, 1)),
+        "num_threads": threads_of_a_worker(num_cores, options.num_prefill, options.num_decode),
     }
     sections: dict[str, dict[str, Any]] = {
         "gateway": {
