@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,5 @@ def settled(config: EngineConfig) -> Choice:
 
 def describe(config: EngineConfig) -> Mapping[str, Any]:
     """Every setting that can change what is computed, and what it came to, as JSON."""
-    settings = {
-        field.name: getattr(config, field.name)
-        for field in fields(config)
-        if field.name not in _NOT_SETTINGS
-    }
+    settings = {name: value for name, value in asdict(config).items() if name not in _NOT_SETTINGS}
     return {**settings, "settled": vars(settled(config))}
