@@ -142,7 +142,7 @@ class EngineConfig:
     block_size: int = 16
     # KV blocks; None: as many as kv_cache_memory_bytes holds.
     num_blocks: int | None = None
-    kv_cache_memory_bytes: int = 320 * MIB
+    kv_cache_memory_bytes: int = 288 * MIB
     # Requests that run at the same time.
     max_num_seqs: int = 32
     # Tokens in one step, over all requests.

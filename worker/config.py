@@ -54,7 +54,7 @@ class WorkerConfig(ServiceConfig):
     num_blocks: int | None = Field(
         None, ge=1, description="KV blocks; by default as many as kv_cache_memory_bytes holds"
     )
-    kv_cache_memory_bytes: int = Field(320 * MIB, ge=1, description="memory for the KV cache")
+    kv_cache_memory_bytes: int = Field(288 * MIB, ge=1, description="memory for the KV cache")
     max_num_seqs: int = Field(32, ge=1, description="requests that run at the same time")
     max_num_batched_tokens: int = Field(
         256, ge=1, description="tokens in one step, over all requests"
