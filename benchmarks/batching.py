@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.settings import BenchmarkSettings
+from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.engine import Engine, build_engine
+from engine.engine import Engine
 from engine.request import Request, RequestFailed, TokenOutput
 from engine.sampling import SamplingParams
 from mesh.bench.machine import describe_machine

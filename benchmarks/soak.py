@@ -12,8 +12,9 @@ import numpy as np
 import psutil
 
 from benchmarks.settings import BenchmarkSettings
+from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.engine import Engine, build_engine
+from engine.engine import Engine
 from engine.request import Request, RequestFailed, TokenOutput
 from engine.sampling import SamplingParams
 from mesh.block_keys import BlockKeys, layout_fingerprint

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from engine.build import build_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.engine import Engine, build_engine
+from engine.engine import Engine
 from engine.models.registry import Choice
 from engine.sampling import SamplingParams
 from mesh import model_store

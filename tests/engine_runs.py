@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.engine import Engine, build_engine
+from engine.engine import Engine
 from engine.model_runner import ModelRunner
 from engine.request import RemoteKvWanted, Request, RequestFailed, TokenOutput
 from engine.sampling import SamplingParams

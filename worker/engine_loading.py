@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.engine import Engine, build_engine
+from engine.build import build_engine
+from engine.engine import Engine
 from engine.model_revision import model_revision
 from mesh.block_keys import BlockKeys, layout_fingerprint
 from mesh.v1 import kv_transfer_pb2

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.build import build_engine
 from engine.config import EngineConfig, ModelConfig
-from engine.engine import build_engine
 from engine.kernels.library import SAMPLING_DTYPE, load_library
 from engine.models import native_weights
 from engine.models.native import NativeModel

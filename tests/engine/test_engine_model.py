@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.engine import Engine, build_engine
+from engine.engine import Engine
 from engine.kv_cache import KvCache
 from engine.model_runner import ModelRunner
 from engine.request import RemoteKvWanted, Request

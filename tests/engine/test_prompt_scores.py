@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.engine import Engine, build_engine
+from engine.engine import Engine
 from engine.request import Request
 from engine.sampling import SamplingParams, TokenLogprobs, logprobs_of
 from tests.fakes import ContentHasher, logits_after, make_engine, run_to_end, token_ids_of

@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.engine import build_engine
 from engine.forward_batch import SequenceSlice
 from mesh.block_keys import BlockKeys, layout_fingerprint
 from quality.gate import read_texts
