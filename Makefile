@@ -49,17 +49,17 @@ mooncake: setup-dev  ## Mooncake's Transfer Engine, which a test needs
 
 test: setup-dev nginx browser promtool mooncake node-client  ## the whole suite
 ifeq ($(PYTEST_ARGS),)
-	$(BIN)/python -m pytest --reruns 2 $(PARALLEL) --ignore tests/e2e --ignore tests/chaos
+	$(BIN)/python -m pytest --reruns 2 -raR $(PARALLEL) --ignore tests/e2e --ignore tests/chaos
 	$(MAKE) --jobs 2 --output-sync=target test-shared-mesh test-own-meshes
 else
-	$(BIN)/python -m pytest --reruns 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --reruns 2 -raR $(PYTEST_ARGS)
 endif
 
 test-shared-mesh: setup-dev
-	$(BIN)/python -m pytest --reruns 2 tests/e2e $(addprefix --ignore ,$(OWN_MESH_TESTS))
+	$(BIN)/python -m pytest --reruns 2 -raR tests/e2e $(addprefix --ignore ,$(OWN_MESH_TESTS))
 
 test-own-meshes: setup-dev
-	$(BIN)/python -m pytest --reruns 2 $(OWN_MESH_TESTS)
+	$(BIN)/python -m pytest --reruns 2 -raR $(OWN_MESH_TESTS)
 
 bit-equality: setup-dev  ## every format, twenty prompts, computed in every way: half an hour
 	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)

@@ -205,13 +205,18 @@ class KvClaim:
                 if await self._fetch(pulling, following, give_up) is None:
                     tell_engine = self._importer.engine.remote_kv_done
         finally:
-            pulling.cancel()
+            if not self._has_arrived:
+                pulling.cancel()
             # Dead or alive, the request waits for this.
             tell_engine(self._request_id, self.first_token_ids)
             if self.first_token_ids:
-                # It says when the prefill ended, which the blocks do not.
-                await asyncio.wait({following}, timeout=self._importer.limits.release_timeout_s)
+                # One says when the prefill ended, which the blocks do not. The other has nothing
+                # left to do but to answer, and given up now, the agent would not count it.
+                await asyncio.wait(
+                    {following, pulling}, timeout=self._importer.limits.release_timeout_s
+                )
             following.cancel()
+            pulling.cancel()
             await asyncio.gather(pulling, following, return_exceptions=True)
             self._release_soon()
 

@@ -60,6 +60,30 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     reads.may_go_on.set()
 
 
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
+    """Every write to destination blocks, held up. What comes from another machine is written here
+    even when its connection is cut meanwhile.
+    """
+    writes = Reads()
+    copy_runs, receive_piece = segment_copy.copy_runs, block_wire.receive_piece
+
+    def slow_copy(*arguments: Any) -> int:
+        writes.pause()
+        return copy_runs(*arguments)
+
+    def slow_receive(connection: socket.socket, destination: memoryview) -> None:
+        kept = bytearray(len(destination))
+        receive_piece(connection, memoryview(kept))
+        writes.pause()
+        destination[:] = kept
+
+    monkeypatch.setattr(segment_copy, "copy_runs", slow_copy)
+    monkeypatch.setattr(block_wire, "receive_piece", slow_receive)
+    yield writes
+    writes.may_go_on.set()
+
+
 class Recorder:
     """A connection that keeps what is sent."""
 
@@ -224,23 +248,23 @@ async def test_lease_that_ends_while_a_read_is_slow_costs_nothing_if_the_blocks_
 
 
 async def test_blocks_of_an_aborted_decode_are_not_reused_while_they_are_written(
-    machines: Machines, reads: Reads, num_machines: int
+    machines: Machines, writes: Reads, num_machines: int
 ) -> None:
     # KV-21
     prompt, other = make_prompt(NUM_TOKENS), make_prompt(NUM_TOKENS, 1)
     expected = await undisturbed(machines, other)
     # Room for one of them and a half.
     pair = await machines.start_pair(num_machines, num_blocks=27)
-    reads.may_go_on.clear()
+    writes.may_go_on.clear()
     aborted = asyncio.create_task(Handover(pair.producer, pair.consumer, prompt, GREEDY).run())
-    await reads.wait_for_one()
+    await writes.wait_for_one()
     aborted.cancel()
     await asyncio.wait([aborted])
 
     local = asyncio.create_task(decode(pair.consumer, other, GREEDY))
     done, _ = await asyncio.wait([local], timeout=0.2)
     assert not done
-    reads.may_go_on.set()
+    writes.may_go_on.set()
 
     assert (await local).token_ids == expected
     await pair.wait_until_free()
