@@ -112,6 +112,7 @@ class Engine:
             events += self._commit(batch, self._runner.execute(batch.scheduled))
             if all(item.num_tokens == 1 for item in batch.scheduled):
                 self._decoding_s = self._clock() - decoding_since
+        self._num_steps += bool(batch.scheduled or batch.computed_apart)
         self.is_stalled = batch.is_empty or not self._batcher.has_work
         if self.on_step is not None and not batch.is_empty:
             residency = self._pool.residency.drain()
@@ -303,7 +304,6 @@ class Engine:
     def _commit(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[EngineEvent]:
         """Record what a pass computed; a finished request gives its blocks back."""
         tokens = self._sampler.sample(score_prompts(batch, logits), batch.sampling)
-        self._num_steps += 1
         now = self._clock()
         sampled = iter(tokens)
         events: list[EngineEvent] = []

@@ -139,7 +139,10 @@ class ModelCatalog:
     async def _learn_tokens(
         self, models: Sequence[tokenizer_pb2.ModelInfo], timeout_s: float
     ) -> None:
-        """Have the bytes of the tokens of new models; what cannot be had is asked for later."""
+        """Have the bytes of the tokens of these models, and of no others; what cannot be had is
+        asked for later."""
+        for name in self.token_bytes.keys() - {model.name for model in models}:
+            del self.token_bytes[name]
         for model in models:
             known = self._models.get(model.name)
             is_known = known is not None and known.tokenizer_sha256 == model.tokenizer_sha256

@@ -115,11 +115,8 @@ class WorkerConfig(ServiceConfig):
 
     @model_validator(mode="after")
     def _can_look_up(self) -> Self:
-        if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min {self.prompt_lookup_min} is above "
-                f"prompt_lookup_max {self.prompt_lookup_max}"
-            )
+        # It checks what belongs together.
+        _ = self._speculation
         return self
 
     @property

@@ -29,6 +29,8 @@ _RETRY_DELAY_S = 1.0
 _LINGER_S = 0.5
 # ... unless they are this part of the blocks that the engine evicts before them.
 _URGENT_SHARE = 1 / 8
+# How long an end is put off by what was filled last: a restart may find it warm.
+_LAST_STORES_TIMEOUT_S = 2.0
 
 
 class TieredEnginePort(EnginePort, Protocol):
@@ -63,12 +65,16 @@ class TieredKv:
         self._filled: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._changed = asyncio.Event()
         self._loads: set[asyncio.Task[None]] = set()
+        self._is_ending = False
 
     async def __aenter__(self) -> Self:
-        self._storing = asyncio.create_task(self._store_for_ever())
+        self._storing = asyncio.create_task(self._store_to_the_end())
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
+        self._is_ending = True
+        self._changed.set()
+        await asyncio.wait({self._storing}, timeout=_LAST_STORES_TIMEOUT_S)
         for task in (self._storing, *self._loads):
             task.cancel()
         await asyncio.wait({self._storing, *self._loads})
@@ -136,12 +142,13 @@ class TieredKv:
         self._loads.add(task)
         task.add_done_callback(self._loads.discard)
 
-    async def _store_for_ever(self) -> None:
+    async def _store_to_the_end(self) -> None:
         is_reported = False
-        while True:
+        while self._filled or not self._is_ending:
             if not self._filled:
                 self._changed.clear()
                 await self._changed.wait()
+                continue
             await self._linger()
             try:
                 await self._store_some()
@@ -150,6 +157,8 @@ class TieredKv:
                 if not is_reported:
                     logger.warning("colder tiers take nothing", extra={"reason": str(error)})
                 is_reported = True
+                if self._is_ending:
+                    return
                 await asyncio.sleep(_RETRY_DELAY_S)
             else:
                 is_reported = False
@@ -157,9 +166,12 @@ class TieredKv:
     async def _linger(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
-                while len(self._filled) < _URGENT_SHARE * self._engine.load().num_free_blocks:
+                while not (self._is_ending or self._is_urgent()):
                     self._changed.clear()
                     await self._changed.wait()
+
+    def _is_urgent(self) -> bool:
+        return len(self._filled) >= _URGENT_SHARE * self._engine.load().num_free_blocks
 
     async def _store_some(self) -> None:
         keys = list(islice(self._filled, _MAX_BLOCKS_PER_CALL))

@@ -66,6 +66,8 @@ def test_decodes_get_a_token_in_every_step_of_a_long_prompt() -> None:
 
     tokens = [bench.step() for _ in range(5)]
 
+    # Each of them and the one that let the requests in, whatever was computed apart in it.
+    assert bench.engine.load().num_steps == 6
     assert [sorted(step) for step in tokens[:3]] == [["s0", "s1"]] * 3
     assert sorted(tokens[3]) == ["long", "s0", "s1"]
     assert sorted(tokens[4]) == ["long", "s0", "s1"]

@@ -31,6 +31,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     break_after: int | None = None
     # Answers every append from this one on with an error.
     error_from: int | None = None
+    # The one that ListModels tells.
+    model: str = MODEL
     # Gateways may turn tokens into text themselves.
     has_byte_tokens: bool = False
     # Changes with the tokens.
@@ -55,7 +57,7 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         if self.list_gate is not None:
             await self.list_gate.wait()
         model = tokenizer_pb2.ModelInfo(
-            name=MODEL,
+            name=self.model,
             max_model_len=WINDOW,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=[EOS],

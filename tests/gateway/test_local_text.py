@@ -133,6 +133,10 @@ async def test_tokens_are_learned_anew_when_they_change() -> None:
         await catalog.refresh()
         assert catalog.token_bytes[MODEL] is not first
 
+        fake.model, fake.has_byte_tokens = "another", False
+        await catalog.refresh()
+        assert catalog.token_bytes == {}
+
 
 async def test_split_character_and_tokens_behind_a_stop_string() -> None:
     async with LocalText(job(stop=("stop",)), TOKENS) as text:

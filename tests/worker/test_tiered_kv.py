@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -193,3 +193,14 @@ async def test_agent_that_comes_back_is_offered_what_is_new(
     rig.tiered.offer(BlockEvents([KEYS[1]], [], [5], [1]))
 
     assert tuple((await asyncio.wait_for(rig.agent.stores.get(), 5)).keys) == KEYS[1:]
+
+
+async def test_what_was_filled_last_is_stored_before_the_end(rig: Rig) -> None:
+    """Blocks that wait for others to be stored with: a restart shall find them warm."""
+    rig.engine.stats = replace(rig.engine.stats, num_blocks=1000, num_free_blocks=1000)
+
+    rig.tiered.offer(BlockEvents(stored=list(KEYS), block_ids=[7, 8], generations=[1, 1]))
+    await rig.tiered.__aexit__()
+
+    asked = rig.agent.stores.get_nowait()
+    assert (tuple(asked.keys), list(asked.block_ids)) == (KEYS, [7, 8])
