@@ -24,6 +24,11 @@ from tests.e2e.accounts import (
 from tests.e2e.harness import MODEL, Collector, RunningMesh, metric, metrics_addresses
 
 NUM_STREAMS = 16
+# Gauges of a worker that has nothing to do.
+IDLE = (
+    *("engine_running", "engine_waiting", "engine_waiting_tokens", "engine_step_age_seconds"),
+    *("kv_cache_leases", "kv_cache_usage"),
+)
 
 
 async def test_the_stages_add_up_to_the_whole_under_sixteen_streams(mesh: RunningMesh) -> None:
@@ -184,17 +189,20 @@ def wait_until_gauges_are_idle(mesh: RunningMesh) -> None:
         ("gateway-0", "pdmesh_gateway_streams"),
         ("scheduler-0", "pdmesh_scheduler_placements"),
         ("scheduler-0", "pdmesh_scheduler_queued"),
+        ("scheduler-0", "pdmesh_scheduler_breakers"),
+        ("kv_transfer-0", "pdmesh_kv_transfer_active_pulls"),
         ("tokenizer-0", "pdmesh_tokenizer_sequences"),
         *(
             (name, f"pdmesh_{gauge}")
             for name in addresses
             if name.startswith(("prefill", "decode"))
-            for gauge in ("engine_running", "engine_waiting", "kv_cache_leases", "kv_cache_usage")
+            for gauge in IDLE
         ),
     ]
     expected = [
         ("kv_transfer-0", "pdmesh_kv_transfer_segments", 3),
         ("scheduler-0", 'pdmesh_scheduler_workers{role="decode"}', 2),
+        ("scheduler-0", 'pdmesh_scheduler_workers{role="prefill"}', 1),
         *((service, name, 0) for service, name in busy),
     ]
     while any(metric(addresses[service], name) != value for service, name, value in expected):

@@ -23,6 +23,8 @@ CHAT = "/v1/chat/completions"
 TRACE_ID = "0123456789abcdef0123456789abcdef"
 SPAN_ID = "0123456789abcdef"
 PARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
+# Read to the end, left, and cancelled by an internal caller.
+NUM_STREAMS = 99
 
 
 def roots(exporter: InMemorySpanExporter) -> list[ReadableSpan]:
@@ -130,7 +132,7 @@ async def test_every_end_of_a_stream_ends_one_root_span_and_detaches_cleanly(
     stub_channel = grpc.aio.insecure_channel(gateway.grpc_address)
     stub = inference_pb2_grpc.InferenceServiceStub(stub_channel)
     async with httpx.AsyncClient(base_url=gateway.url) as http:
-        for i in range(30):
+        for i in range(NUM_STREAMS):
             if i % 3 == 0:
                 await events(http, CHAT, chat(stream=True))
             elif i % 3 == 1:
@@ -145,8 +147,9 @@ async def test_every_end_of_a_stream_ends_one_root_span_and_detaches_cleanly(
             await gateway.core.in_flight.wait_idle()
     await stub_channel.close()
 
-    assert len(roots(spans)) == 30
-    assert len({span.context.trace_id for span in roots(spans)}) == 30
+    traces = {trace_id(span) for span in roots(spans)}
+    assert len(roots(spans)) == len(traces) == NUM_STREAMS
+    assert {trace_id(span) for span in spans.get_finished_spans()} == traces
     assert not [one for one in caplog.records if "detach" in one.getMessage()]
     assert not trace.get_current_span().get_span_context().is_valid
 
@@ -265,13 +268,17 @@ async def test_what_clients_send_adds_no_series(http: httpx.AsyncClient, mesh: F
     # OB-05
     await http.post(CHAT, json={**chat(), "model": "unknown"})
     await http.get("/unknown")
-    before = (await http.get("/metrics")).text.count("\n")
-    for i in range(50):
-        await http.post(CHAT, json={**chat(), "model": f"m{i}"}, headers={"x-tenant": f"t{i}"})
-        await http.request("GET", f"/path/{i}")
-    after = (await http.get("/metrics")).text.count("\n")
+    before = (await http.get("/metrics")).text
+    for i in range(100):
+        headers = {"x-tenant": f"tenant-{i}", "x-request-id": f"client-{i}"}
+        body = {**chat(f"prompt-{i}"), "model": f"model-{i}"}
+        await http.post(CHAT, json=body, headers=headers)
+        await http.request(f"METHOD{i}", f"/path-{i}", headers=headers)
+    after = (await http.get("/metrics")).text
 
-    assert after == before
+    assert after.count("\n") == before.count("\n")
+    for sent in ("tenant-", "client-", "prompt-", "model-7", "path-", "METHOD"):
+        assert sent not in after
 
 
 async def test_tracing_off_leaves_no_trace(http: httpx.AsyncClient, mesh: FakeMesh) -> None:

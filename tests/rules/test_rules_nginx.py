@@ -149,6 +149,19 @@ def test_client_keeps_its_request_id(client: Client) -> None:
     assert answer.headers["x-request-id"] == "mine-1"
 
 
+def test_the_clients_trace_passes_and_what_is_not_one_is_left_to_the_gateway(
+    client: Client,
+) -> None:
+    # OB-04
+    valid = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
+    for given in ([valid], [valid.upper()], ["garbage"], [valid, valid]):
+        headers = [("Traceparent", one) for one in given] + [("tracestate", "vendor=1")]
+        received = client.send(_body_of(100), headers=headers).received()
+
+        assert received.header("traceparent") == given
+        assert received.header("tracestate") == ["vendor=1"]
+
+
 def test_compressed_body_is_refused(client: Client) -> None:
     headers = [("content-type", "application/json"), ("content-encoding", "gzip")]
 
