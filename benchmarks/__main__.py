@@ -13,11 +13,13 @@ import typer
 from benchmarks.comparison import Comparison, Measurement, Schedule
 from benchmarks.contenders import Contender, Place, contenders
 from benchmarks.edge import measure_edge
+from benchmarks.pairs import append, read
+from benchmarks.pairs import markdown as markdown_of_pairs
 from benchmarks.points import DEFAULT_POINTS, BenchPoint
 from benchmarks.settings import BenchmarkSettings
+from benchmarks.spans import no_span_ns, recorded_span_us
 from benchmarks.summary import markdown
-from benchmarks.telemetry import VARIANTS, measure_cost, no_span_ns, recorded_span_us
-from benchmarks.telemetry import markdown as markdown_of_cost
+from benchmarks.telemetry import PLAIN, VARIANTS, measure_cost
 from mesh.bench.machine import describe_machine
 from mesh.bench.prompts import Vocabulary
 
@@ -78,10 +80,12 @@ def compare(
 
 @app.command()
 def telemetry(
-    variants: Annotated[str, typer.Option(help="traced, page, or both.")] = "traced,page",
+    variants: Annotated[str, typer.Option(help="Of traced,page,again.")] = "traced,page",
     concurrency: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds beside the first.")] = 5,
-    duration_s: Annotated[float, typer.Option(min=1, help="Of a measurement.")] = 6.0,
+    duration_s: Annotated[float, typer.Option(min=1, help="Of this run, after the start.")] = 200.0,
+    output: Annotated[Path, typer.Option(help="Where runs add up.")] = Path(
+        "build/telemetry.jsonl"
+    ),
 ) -> None:
     """Measure what tracing, and an open dashboard, cost a mesh under load."""
     names = tuple(variants.split(","))
@@ -91,13 +95,14 @@ def telemetry(
         measure_cost(
             names,
             concurrency=concurrency,
-            num_rounds=rounds,
             duration_s=duration_s,
             environment=_child_environment(),
             report=lambda line: typer.echo(line, err=True),
         )
     )
-    typer.echo(markdown_of_cost(samples, num_spans))
+    append(output, samples)
+    typer.echo(markdown_of_pairs(read(output), PLAIN))
+    typer.echo(f"{num_spans} spans came in this run.")
 
 
 @app.command()

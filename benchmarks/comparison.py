@@ -155,9 +155,9 @@ class Comparison:
                 return await measure(client, load, plan, seed=(plan.seed,))
 
             await go(load, self._schedule.warm_up_s)
-            cpu_s = server.cpu_s()
+            cpu_s = sum(server.cpu_s().values())
             window = await go(load, self._schedule.duration_s)
-            cpu_s = server.cpu_s() - cpu_s
+            cpu_s = sum(server.cpu_s().values()) - cpu_s
         made = _measurement(
             contender, load, round_index, window, server, server.memory(), cpu_s / window.wall_s
         )

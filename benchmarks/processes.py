@@ -57,16 +57,19 @@ class RunningServer:
             num_processes += 1
         return Memory(round(pss / _MIB, 1), round(rss / _MIB, 1), num_processes)
 
-    def cpu_s(self) -> float:
-        """Processor time that the tree has used, its ended children's included."""
-        total = 0.0
+    def cpu_s(self) -> dict[str, float]:
+        """Processor time that each process has used, by the end of its command line."""
+        used: dict[str, float] = {}
         for process in _tree(self.process):
             try:
-                times = process.cpu_times()
+                times, command = process.cpu_times(), process.cmdline()
             except psutil.NoSuchProcess:
                 continue
-            total += times.user + times.system + times.children_user + times.children_system
-        return total
+            name = command[-1] if command else ""
+            # What it started and outlived is its own.
+            own_s = times.user + times.system + times.children_user + times.children_system
+            used[name] = used.get(name, 0.0) + own_s
+        return used
 
 
 @asynccontextmanager

@@ -1,143 +1,202 @@
 """What it costs to be watched: tracing, and the dashboard's page."""
 
 import asyncio
-import statistics
+import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import count, cycle, islice, takewhile
 from pathlib import Path
-from typing import Any
 
 import aiohttp
-import grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from benchmarks.contenders import OURS, Place, contenders
+from benchmarks.pairs import Sample
 from benchmarks.points import BenchPoint
 from benchmarks.processes import RunningServer, running
 from benchmarks.settings import BenchmarkSettings
-from mesh import telemetry
-from mesh.bench.client import Endpoint, open_client
+from benchmarks.spans import Sink
+from mesh.bench.client import Endpoint, OpenAiClient, PlannedRequest, Recording
+from mesh.bench.load import LoadGenerator
 from mesh.bench.prompts import Vocabulary
-from mesh.bench.results import summarize_round
-from mesh.bench.run import Plan, measure
+from mesh.bench.results import tokens_between
 from mesh.ports import find_free_ports
 
 PLAIN = "plain"
-# Against it, on the same mesh: every request traced, and somebody at its page.
-VARIANTS = ("traced", "page")
+# Against it: every request traced, somebody at its page, and nothing, to see what chance does.
+VARIANTS = ("traced", "page", "again")
 # A client that has decided: no spans. Two meshes, one without tracing, would differ by more
 # than tracing costs.
 _NOT_SAMPLED = {"traceparent": f"00-{'0' * 31}1-{'0' * 15}1-00"}
 # As often and as much as the page asks (gateway/dashboard/static/app.js).
 _POLL_S = 1.0
 _NUM_LISTED = 300
-_EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
-_NUM_CALLS = 100_000
-_NUM_RECORDED = 20_000
+# Spans leave within this time, so that the turn that made them also sends them. OpenTelemetry's
+# default is twice as long, and sending costs less then.
+_EXPORT_DELAY_S = 2.5
+_SETTLE_S = 0.5
+_TURN_S = 2 * _EXPORT_DELAY_S
+_WORKERS = ("prefill_svc", "decode_svc")
 
 Report = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One variant in one round."""
-
-    variant: str
-    tokens_per_s: float
-    # Of the mesh's processes, for each token.
-    cpu_ms: float
-
-
 @dataclass
-class Sink:
-    """Takes traces and looks at them later: what reads them shares no time with the mesh."""
+class Shift:
+    """Which variant new requests belong to, and how many of each are still running."""
 
-    batches: list[bytes] = field(default_factory=list)
+    variant: str = PLAIN
+    is_over: bool = False
+    num_running: Counter[str] = field(default_factory=Counter)
+    _left: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @asynccontextmanager
-    async def listening(self) -> AsyncIterator[str]:
-        """Yields the endpoint."""
-        server = grpc.aio.server()
-        handler: Any = grpc.unary_unary_rpc_method_handler(self._export)
-        service, method = _EXPORT.strip("/").split("/")
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(service, {method: handler}),)
-        )
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
+    async def request(self) -> AsyncIterator[str]:
+        """Yields the variant of one request."""
+        variant = self.variant
+        self.num_running[variant] += 1
         try:
-            yield f"http://127.0.0.1:{port}"
+            yield variant
         finally:
-            await server.stop(None)
+            self.num_running[variant] -= 1
+            async with self._left:
+                self._left.notify_all()
 
-    def num_spans(self) -> int:
-        """Spans of everything that came."""
-        requests = map(trace_service_pb2.ExportTraceServiceRequest.FromString, self.batches)
-        return sum(
-            len(scope.spans)
-            for request in requests
-            for resource in request.resource_spans
-            for scope in resource.scope_spans
+    async def change(self, variant: str) -> None:
+        """Returns when no request of another variant is left."""
+        self.variant = variant
+        async with self._left:
+            await self._left.wait_for(lambda: self.num_running.total() == self.num_running[variant])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A stretch of time in which all requests were of one variant."""
+
+    block: str
+    variant: str
+    begun_at: float
+    ended_at: float
+    # By process.
+    cpu_s: Mapping[str, float]
+
+    def sample(self, recordings: Sequence[Recording]) -> Sample:
+        num_tokens = tokens_between(recordings, self.begun_at, self.ended_at)
+        tokens_per_s = num_tokens / (self.ended_at - self.begun_at)
+        edge_s = sum(used_s for name, used_s in self.cpu_s.items() if name not in _WORKERS)
+        cpu_ms = (1000 * used_s / num_tokens for used_s in (sum(self.cpu_s.values()), edge_s))
+        return Sample(
+            self.block, self.variant, round(tokens_per_s, 2), *(round(x, 5) for x in cpu_ms)
         )
-
-    async def _export(self, batch: bytes, context: Any) -> bytes:
-        self.batches.append(batch)
-        return b""
 
 
 async def measure_cost(
     variants: Sequence[str],
     *,
     concurrency: int,
-    num_rounds: int,
     duration_s: float,
     environment: Mapping[str, str],
     report: Report,
 ) -> tuple[list[Sample], int]:
-    """Rounds over `plain` and the variants, interleaved; and how many spans came.
+    """Turns of `plain` and the variants for so long; and how many spans came.
 
-    One mesh serves all of them, so that nothing else differs.
+    One mesh under one load that never pauses serves all of them, so that nothing else differs.
     """
     settings = BenchmarkSettings()
-    load = BenchPoint("W1", concurrency).load(Vocabulary.from_folder(settings.model_folder))
-    plan = Plan(num_rounds, duration_s, grace_s=30.0, seed=0)
-    samples: list[Sample] = []
-    sink = Sink()
+    sink, shift = Sink(), Shift()
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        endpoint = await stack.enter_async_context(sink.listening())
-        server = await stack.enter_async_context(_mesh(settings, folder, endpoint, environment))
-        names = [PLAIN, *variants]
-        for round_index in range(num_rounds + 1):
-            # Another first one each time: none always runs on the coolest machine.
-            first = round_index % len(names)
-            for name in (*names[first:], *names[:first]):
-                seed = (round_index, name)
-                async with _watcher(server.url, is_there=name == "page"):
-                    sample = await _measure(name, server, settings, load, plan, seed)
-                report(f"round {round_index}: {sample}")
-                if round_index > 0:
-                    samples.append(sample)
-    return samples, sink.num_spans()
+        otlp = await stack.enter_async_context(sink.listening())
+        server = await stack.enter_async_context(_mesh(settings, folder, otlp, environment))
+        # A connection for each request, as `pdmesh bench` does.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        load = LoadGenerator(_sender(session, server.url, settings, shift))
+        async with asyncio.TaskGroup() as group:
+            loading = group.create_task(
+                load.closed_loop(_requests(settings, concurrency, shift), concurrency)
+            )
+            turning = group.create_task(_turns(shift, variants, server, duration_s, report))
+    recordings = loading.result().recordings
+    if errors := [one.error for one in recordings if one.error]:
+        raise RuntimeError(f"{len(errors)} requests failed: {errors[0]}")
+    return [turn.sample(recordings) for turn in turning.result()], sink.num_spans()
 
 
-async def _measure(
-    name: str, server: RunningServer, settings: BenchmarkSettings, load: Any, plan: Plan, seed: Any
-) -> Sample:
-    headers = {} if name == "traced" else _NOT_SAMPLED
-    endpoint = Endpoint(server.url, settings.model_folder.name, headers=headers)
-    async with open_client(endpoint) as client:
-        cpu_s = server.cpu_s()
-        window = await measure(client, load, plan, seed)
-        cpu_s = server.cpu_s() - cpu_s
-    group = summarize_round(window).groups[load.workload.group]
-    if group.num_errors:
-        raise RuntimeError(f"{name}: {group.num_errors} requests failed")
-    num_tokens = sum(one.num_output_tokens for one in window.recordings)
-    return Sample(name, round(group.output_tokens_per_s, 1), round(1000 * cpu_s / num_tokens, 3))
+async def _turns(
+    shift: Shift,
+    variants: Sequence[str],
+    server: RunningServer,
+    duration_s: float,
+    report: Report,
+) -> list[Turn]:
+    """Blocks of one turn of each, in an order drawn for each; the first block is discarded."""
+    run = datetime.now(UTC).isoformat(timespec="seconds")
+    source = random.Random(run)
+    ends_at = time.perf_counter() + duration_s
+    turns: list[Turn] = []
+    order = [PLAIN, *variants]
+    for index in count():
+        if time.perf_counter() > ends_at:
+            break
+        # Every second one backwards: none is measured earlier than the others on average.
+        if index % 2:
+            order.reverse()
+        else:
+            source.shuffle(order)
+        settle_s = _EXPORT_DELAY_S if "traced" in variants else _SETTLE_S
+        block = [await _turn(shift, f"{run} {index}", name, server, settle_s) for name in order]
+        report(f"block {index}: {', '.join(order)}")
+        turns += block if index > 0 else []
+    shift.is_over = True
+    return turns
+
+
+async def _turn(
+    shift: Shift, block: str, variant: str, server: RunningServer, settle_s: float
+) -> Turn:
+    await shift.change(variant)
+    async with _watcher(server.url, is_there=variant == "page"):
+        # Spans of the turn before have left by then, and the first of this one leave.
+        await asyncio.sleep(settle_s)
+        begun_at, before = time.perf_counter(), server.cpu_s()
+        await asyncio.sleep(_TURN_S)
+        ended_at, after = time.perf_counter(), server.cpu_s()
+    cpu_s = {name: used_s - before.get(name, 0.0) for name, used_s in after.items()}
+    return Turn(block, variant, begun_at, ended_at, cpu_s)
+
+
+def _requests(
+    settings: BenchmarkSettings, concurrency: int, shift: Shift
+) -> Iterator[PlannedRequest]:
+    """The same few prompts again and again, so that all turns have the same work."""
+    vocabulary = Vocabulary.from_folder(settings.model_folder)
+    drawn = BenchPoint("W1", concurrency).load(vocabulary).workload.requests(0)
+    prompts = cycle(list(islice(drawn, concurrency)))
+    return takewhile(lambda _: not shift.is_over, prompts)
+
+
+def _sender(
+    session: aiohttp.ClientSession, url: str, settings: BenchmarkSettings, shift: Shift
+) -> Callable[[PlannedRequest, Recording], Awaitable[None]]:
+    salts = count()
+
+    async def send(request: PlannedRequest, recording: Recording) -> None:
+        async with shift.request() as variant:
+            endpoint = Endpoint(
+                url,
+                settings.model_folder.name,
+                headers={} if variant == "traced" else _NOT_SAMPLED,
+                # No prompt is in a cache.
+                extra_body={"cache_salt": str(next(salts))},
+            )
+            await OpenAiClient(session, endpoint).stream(request, recording)
+
+    return send
 
 
 @asynccontextmanager
@@ -153,7 +212,8 @@ async def _mesh(
     arguments = ("--log-level", "INFO", "--otlp-endpoint", otlp_endpoint)
     contender = contenders(settings, arguments)[OURS]
     launch = contender.launch(BenchPoint("W1", 1), Place(port, home))
-    async with running(launch, port, folder / "mesh.log", environment) as server:
+    delay = {"OTEL_BSP_SCHEDULE_DELAY": str(round(1000 * _EXPORT_DELAY_S))}
+    async with running(launch, port, folder / "mesh.log", {**environment, **delay}) as server:
         yield server
 
 
@@ -180,68 +240,3 @@ async def _watch(url: str) -> None:
             async with session.get("/dashboard/api/requests", params=asked) as listed:
                 last_number = (await listed.json())["last_number"]
             await asyncio.sleep(_POLL_S)
-
-
-def markdown(samples: Sequence[Sample], num_spans: int) -> str:
-    """A table: medians, and each variant's rounds by the plain rounds beside them."""
-    lines = [
-        "| | tokens/s | CPU ms a token | tokens/s by plain | CPU by plain |",
-        "|---|---|---|---|---|",
-    ]
-    by_variant: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_variant.setdefault(sample.variant, []).append(sample)
-    for name, rounds in by_variant.items():
-        speeds = [one.tokens_per_s for one in rounds]
-        costs = [one.cpu_ms for one in rounds]
-        cells = [name, _spread(speeds, 1), _spread(costs, 3)]
-        plain = by_variant[PLAIN]
-        for values, base in (
-            (speeds, [one.tokens_per_s for one in plain]),
-            (costs, [one.cpu_ms for one in plain]),
-        ):
-            ratios = [value / of for value, of in zip(values, base, strict=True)]
-            cells.append("" if name == PLAIN else _spread(ratios, 3))
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"{num_spans} spans came. A span that is not recorded takes {no_span_ns()} ns."]
-    return "\n".join(lines) + "\n"
-
-
-async def recorded_span_us() -> float:
-    """Processor time of a span, export and the receiver of this process included."""
-    sink = Sink()
-    async with sink.listening() as endpoint:
-        telemetry.start_tracing("benchmark", telemetry.exporting_to(endpoint))
-        spent_s = await asyncio.to_thread(_record_spans)
-    if sink.num_spans() != _NUM_RECORDED:
-        raise RuntimeError(f"{sink.num_spans()} of {_NUM_RECORDED} spans came")
-    return spent_s / _NUM_RECORDED * 1e6
-
-
-def _record_spans() -> float:
-    """As many spans to a trace, and as much on each, as a request has."""
-    started = time.process_time()
-    for _ in range(_NUM_RECORDED // 10):
-        with telemetry.span("gateway.request", {"gen_ai.request.model": "m"}):
-            for _ in range(9):
-                with telemetry.span("decode.run", {"pdmesh.request_id": "r"}) as current:
-                    current.set_attributes({"gen_ai.latency.e2e": 1.5, "pdmesh.num_tokens": 7})
-                    current.add_event("first_token")
-        # As fast as they are exported: a full queue would drop some.
-        time.sleep(0.002)
-    telemetry.shutdown()
-    return time.process_time() - started
-
-
-def no_span_ns() -> int:
-    """What a span costs where tracing is off."""
-    started = time.perf_counter_ns()
-    for _ in range(_NUM_CALLS):
-        with telemetry.span("off"):
-            pass
-    return (time.perf_counter_ns() - started) // _NUM_CALLS
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    low, high = min(values), max(values)
-    return f"{statistics.median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"

@@ -1,6 +1,7 @@
 """What a measurement found, as it is summarized, written to JSON and read back."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -311,17 +312,19 @@ def _summarize(
 
 
 def _tokens_within(recordings: Iterable[Recording], window: Window) -> float:
-    """Tokens that arrived before the window's end; an event counts as its share of tokens."""
+    ends_at = math.inf if window.ends_at is None else window.ends_at
+    return tokens_between(recordings, -math.inf, ends_at)
+
+
+def tokens_between(recordings: Iterable[Recording], begins_at: float, ends_at: float) -> float:
+    """Tokens that arrived in this time; an event counts as its share of its answer's tokens."""
     total = 0.0
     for recording in recordings:
         times = recording.token_times
         if not times:
             continue
         per_event = recording.num_output_tokens / len(times) if recording.is_complete else 1.0
-        if window.ends_at is None:
-            total += per_event * len(times)
-        else:
-            total += per_event * sum(at <= window.ends_at for at in times)
+        total += per_event * sum(begins_at < at <= ends_at for at in times)
     return total
 
 

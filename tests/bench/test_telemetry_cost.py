@@ -1,12 +1,15 @@
-"""What being watched costs: the receiver that measures nothing of its own, and the table."""
+"""What being watched costs: the receiver that measures nothing of its own, and the turns."""
 
 import asyncio
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-from benchmarks.telemetry import PLAIN, Sample, Sink, markdown, no_span_ns
+from benchmarks.pairs import Sample
+from benchmarks.spans import Sink, no_span_ns
+from benchmarks.telemetry import Shift, Turn
 from mesh import telemetry
+from mesh.bench.client import Recording
 
 
 async def test_the_sink_takes_what_a_real_exporter_sends_and_counts_it_later() -> None:
@@ -28,19 +31,38 @@ async def test_the_sink_takes_what_a_real_exporter_sends_and_counts_it_later() -
     assert sink.num_spans() == 6
 
 
-def test_a_variant_is_compared_with_the_plain_round_beside_it() -> None:
-    samples = [
-        Sample(PLAIN, 100.0, 2.0),
-        Sample("traced", 99.0, 2.02),
-        Sample("traced", 194.0, 4.0),
-        Sample(PLAIN, 200.0, 4.0),
-    ]
+async def test_a_turn_waits_until_the_requests_of_the_turn_before_are_over() -> None:
+    shift = Shift()
+    is_over = asyncio.Event()
+    seen: list[str] = []
 
-    table = markdown(samples, num_spans=7)
+    async def ask() -> None:
+        async with shift.request() as variant:
+            seen.append(variant)
+            await is_over.wait()
 
-    assert "| plain | 150.0 (100.0 to 200.0) | 3.000 (2.000 to 4.000) |  |  |" in table
-    assert "| 0.980 (0.970 to 0.990) | 1.005 (1.000 to 1.010) |" in table
-    assert "7 spans" in table
+    old = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    changing = asyncio.create_task(shift.change("traced"))
+    await asyncio.sleep(0)
+    new = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    assert not changing.done()
+
+    is_over.set()
+    await asyncio.wait_for(changing, 5)
+    await asyncio.gather(old, new)
+    assert seen == ["plain", "traced"]
+
+
+def test_a_turn_counts_the_tokens_that_came_in_it() -> None:
+    answer = Recording("r", 0.0, token_times=[9.0, 11.0, 13.0, 15.0, 31.0], ended_at=31.0)
+    # Two tokens an event.
+    answer.num_completion_tokens = 10
+    used = {"decode_svc": 0.4, "gateway": 0.2}
+    turn = Turn("b", "traced", begun_at=10.0, ended_at=20.0, cpu_s=used)
+
+    assert turn.sample([answer]) == Sample("b", "traced", 0.6, 100.0, 33.33333)
 
 
 def test_a_span_costs_next_to_nothing_where_nobody_traces() -> None:
