@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gateway.keys.model import DEFAULT_GROUP, KeyBook, KeyBookError, KeyGroup, Limits
+from gateway.keys.model import DEFAULT_GROUP, ApiKey, KeyBook, KeyBookError, KeyGroup, Limits
 from gateway.keys.stores import Change, FileStore, RedisStore
 from mesh.redis_client import connect_redis
 
@@ -45,6 +47,8 @@ ConcurrencyOption = Annotated[
     int | None, typer.Option("--concurrency", min=0, help="Requests at a time; 0 for no limit.")
 ]
 _HOME = Path("~/.pdmesh")
+_LIFETIME = re.compile(r"(\d+)([smhdw])")
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 @app.command()
@@ -56,6 +60,10 @@ def add(
     admin: Annotated[
         bool, typer.Option("--admin", help="May also see the dashboard and /metrics.")
     ] = False,
+    expires_in: Annotated[
+        str | None,
+        typer.Option("--expires-in", metavar="TIME", help="30m, 12h, 90d, 52w; else never."),
+    ] = None,
     rpm: RequestsOption = None,
     tpm: TokensOption = None,
     concurrency: ConcurrencyOption = None,
@@ -65,10 +73,13 @@ def add(
 ) -> None:
     """Make a key and show it, this once: only a digest of it is kept."""
     secrets: list[str] = []
+    lifetime = None if expires_in is None else _lifetime(expires_in)
 
     def change(book: KeyBook) -> KeyBook:
         limits = _changed(Limits(), rpm, tpm, concurrency)
-        changed, secret = book.with_key(name, group, is_admin=admin, limits=limits)
+        changed, secret = book.with_key(
+            name, group, is_admin=admin, limits=limits, lifetime=lifetime
+        )
         secrets[:] = [secret]
         return changed
 
@@ -94,9 +105,8 @@ def list_keys(
     if as_json:
         typer.echo(json.dumps(_described(book), indent=2))
         return
-    keys = _table("name", "group", "id", "admin", "limits", "created", "revoked")
+    keys = _table("name", "group", "id", "admin", "limits", "created", "ends")
     for key in book.keys:
-        revoked = f"{key.revoked_at:%Y-%m-%d}" if key.revoked_at is not None else ""
         keys.add_row(
             key.name,
             key.group,
@@ -104,7 +114,7 @@ def list_keys(
             "yes" if key.is_admin else "",
             _words(key.limits),
             f"{key.created_at:%Y-%m-%d}",
-            revoked,
+            _end(key),
         )
     groups = _table("group", "limits", "models")
     for name, group in sorted(book.groups.items()):
@@ -218,6 +228,24 @@ def _changed(limits: Limits, rpm: int | None, tpm: int | None, concurrency: int 
     }
     said = {name: value or None for name, value in given.items() if value is not None}
     return Limits(**{**limits.model_dump(), **said})
+
+
+def _lifetime(text: str) -> timedelta:
+    found = _LIFETIME.fullmatch(text.strip())
+    if found is None or not int(found[1]):
+        raise _fail(f"--expires-in is a time like 12h or 90d, not {text!r}")
+    try:
+        lifetime = timedelta(**{_UNITS[found[2]]: int(found[1])})
+        datetime.now(UTC) + lifetime
+    except OverflowError:
+        raise _fail(f"--expires-in {text} is beyond all calendars") from None
+    return lifetime
+
+
+def _end(key: ApiKey) -> str:
+    if key.revoked_at is not None:
+        return f"{key.revoked_at:%Y-%m-%d} (revoked)"
+    return f"{key.expires_at:%Y-%m-%d %H:%M}" if key.expires_at is not None else ""
 
 
 def _words(limits: Limits) -> str:

@@ -1,7 +1,7 @@
 """Who may call: keys, their groups, and what each of them is allowed."""
 
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -53,7 +53,12 @@ class ApiKey(_Model):
     limits: Limits = Limits()
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     created_at: datetime
+    # From then on nobody is let in with it; None is never.
+    expires_at: datetime | None = None
     revoked_at: datetime | None = None
+
+    def is_in_force(self, now: datetime) -> bool:
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
 class KeyBook(_Model):
@@ -66,10 +71,17 @@ class KeyBook(_Model):
     groups: dict[Name, KeyGroup] = Field(default_factory=dict)
 
     def with_key(
-        self, name: str, group: str, *, is_admin: bool, limits: Limits
+        self,
+        name: str,
+        group: str,
+        *,
+        is_admin: bool,
+        limits: Limits,
+        lifetime: timedelta | None = None,
     ) -> tuple[Self, str]:
         """A new key; its secret is in the second value and nowhere else."""
-        if any(key.name == name and key.revoked_at is None for key in self.keys):
+        now = _now()
+        if any(key.name == name and key.is_in_force(now) for key in self.keys):
             raise KeyBookError(f"there is a key {name!r} already")
         key_id, secret = make_key()
         key = ApiKey(
@@ -79,16 +91,17 @@ class KeyBook(_Model):
             is_admin=is_admin,
             limits=limits,
             sha256=digest(secret).hex(),
-            created_at=_now(),
+            created_at=now,
+            expires_at=None if lifetime is None else now + lifetime,
         )
         return self._changed(keys=(*self.keys, key)), secret
 
     def without_key(self, name_or_id: str) -> Self:
-        """The key is revoked."""
+        """The key is revoked; of several with a name the last, for the others have expired."""
         found = next(
             (
                 key
-                for key in self.keys
+                for key in reversed(self.keys)
                 if name_or_id in (key.name, key.id) and key.revoked_at is None
             ),
             None,
@@ -118,6 +131,7 @@ class KeyBook(_Model):
             key=key.name,
             group=key.group,
             is_admin=key.is_admin,
+            expires_at=key.expires_at,
             models=models,
             key_limits=key.limits,
             group_limits=group.limits,
@@ -138,6 +152,7 @@ class Caller:
     key: str = ""
     group: str = ""
     is_admin: bool = False
+    expires_at: datetime | None = None
     models: tuple[Glob, ...] | None = None
     key_limits: Limits = field(default_factory=Limits)
     group_limits: Limits = field(default_factory=Limits)

@@ -2,7 +2,9 @@
 
 import hmac
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from typing import Self
 
 from redis.exceptions import RedisError
@@ -23,8 +25,15 @@ _NOBODY = (bytes(32), ANYONE)
 class KeyRing:
     """Who has which key. Follows its store; keeps what it knows while that cannot be read."""
 
-    def __init__(self, store: KeyStore | None, *, check_interval_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        store: KeyStore | None,
+        *,
+        check_interval_s: float = 1.0,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
         """Without a store there are no keys, and anyone may call."""
+        self._clock = clock
         self._store = store
         self._is_required = store is not None and store.requires_keys
         # None: they were never read.
@@ -99,6 +108,9 @@ class KeyRing:
         if not hmac.compare_digest(digest(key if key_id is not None else ""), stored):
             metrics.REFUSALS.add(1, {"reason": "wrong_key"})
             raise Unauthenticated("Incorrect API key provided.")
+        if caller.expires_at is not None and self._clock() >= caller.expires_at:
+            metrics.REFUSALS.add(1, {"reason": "expired_key"})
+            raise Unauthenticated("Your API key has expired.")
         return caller
 
     async def _read(self, store: KeyStore) -> None:

@@ -68,6 +68,7 @@ REFUSALS = Counter(
         "reason": Values(
             "no_key",
             "wrong_key",
+            "expired_key",
             "not_admin",
             "requests",
             "tokens",

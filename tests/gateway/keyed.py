@@ -1,5 +1,6 @@
 """Keys for the gateways of tests."""
 
+from datetime import timedelta
 from pathlib import Path
 
 from gateway.keys.model import KeyBook, KeyGroup, Limits
@@ -15,12 +16,15 @@ def add_key(
     *,
     is_admin: bool = False,
     limits: Limits = NO_LIMITS,
+    lifetime: timedelta | None = None,
 ) -> str:
     """A new key in the file at `path`."""
     secrets: list[str] = []
 
     def change(book: KeyBook) -> KeyBook:
-        changed, secret = book.with_key(name, group, is_admin=is_admin, limits=limits)
+        changed, secret = book.with_key(
+            name, group, is_admin=is_admin, limits=limits, lifetime=lifetime
+        )
         secrets.append(secret)
         return changed
 

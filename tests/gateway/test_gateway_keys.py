@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import Path
 
 import httpx
@@ -167,6 +168,21 @@ async def test_revoked_key_stops_working_and_a_new_one_starts(
         while await status(new) != 401:
             pass
     assert await status(key) == 200
+
+
+async def test_expired_key_is_refused_as_such_and_one_that_will_expire_works(
+    http: httpx.AsyncClient, gateway: RunningGateway, keys_path: Path
+) -> None:
+    old = add_key(keys_path, "lapsed", lifetime=timedelta(seconds=-1))
+    new = add_key(keys_path, "lapsed", lifetime=timedelta(days=1))
+    await eventually(lambda: gateway.core.keys.find(new))
+
+    refused = await http.get("/v1/models", headers=bearer(old))
+
+    assert refused.status_code == 401
+    assert refused.json()["error"]["message"] == "Your API key has expired."
+    assert refused.json()["error"]["code"] == "invalid_api_key"
+    assert (await http.get("/v1/models", headers=bearer(new))).status_code == 200
 
 
 async def test_first_key_closes_a_running_gateway_and_losing_the_file_opens_nothing(

@@ -5,6 +5,7 @@ import json
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,49 @@ def test_name_of_a_revoked_key_is_free_again(tmp_path: Path) -> None:
     assert twice.exit_code == 1
     assert "already" in twice.output
     assert pdmesh("add", "ada", home=tmp_path).exit_code == 0
+
+
+async def test_key_works_until_it_expires(tmp_path: Path) -> None:
+    added = pdmesh("add", "ada", "--expires-in", "2h", home=tmp_path)
+    assert added.exit_code == 0
+    [key] = FileStore(tmp_path / "keys.json").read_now().keys
+    assert key.expires_at == key.created_at + timedelta(hours=2)
+    now = key.created_at
+
+    async with KeyRing(FileStore(tmp_path / "keys.json"), clock=lambda: now) as ring:
+        now = key.expires_at - timedelta(seconds=1)
+        assert ring.find(added.stdout.strip()) is not None
+        now = key.expires_at
+        with pytest.raises(Unauthenticated, match="expired"):
+            ring.authenticate([f"Bearer {added.stdout.strip()}"])
+    [listed] = json.loads(pdmesh("list", "--json", home=tmp_path).stdout)["keys"]
+    assert datetime.fromisoformat(listed["expires_at"]) == key.expires_at
+    assert f"{key.expires_at:%Y-%m}" in pdmesh("list", home=tmp_path).output
+
+
+def test_name_of_an_expired_key_is_free_and_revoking_it_ends_the_new_one(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "keys.json")
+    store.change(
+        lambda book: book.with_key(
+            "ada", "default", is_admin=False, limits=Limits(), lifetime=timedelta(seconds=-1)
+        )[0]
+    )
+
+    assert pdmesh("add", "ada", home=tmp_path).exit_code == 0
+    assert pdmesh("revoke", "ada", home=tmp_path).exit_code == 0
+
+    [old, new] = store.read_now().keys
+    assert old.revoked_at is None
+    assert new.revoked_at is not None
+
+
+@pytest.mark.parametrize("text", ["", "0d", "-1d", "2", "2 h", "1y", "h", "9" * 30 + "w"])
+def test_lifetimes_that_make_no_sense_are_refused(tmp_path: Path, text: str) -> None:
+    result = pdmesh("add", "ada", "--expires-in", text, home=tmp_path)
+
+    assert result.exit_code == 1
+    assert "--expires-in" in result.output
+    assert not (tmp_path / "keys.json").exists()
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-x", "ä", "a" * 65, "a/b"])
