@@ -96,11 +96,11 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
         limits = await stack.enter_async_context(
             Limiter(redis, local_share=config.limits_local_share)
         )
-        tokenizer_channel = connect(config.tokenizer_addresses)
+        tokenizer_channel = connect(config.tokenizer_addresses, calls_locally=True)
         stack.push_async_callback(tokenizer_channel.close)
-        scheduler_channel = connect(config.scheduler_addresses)
+        scheduler_channel = connect(config.scheduler_addresses, calls_locally=True)
         stack.push_async_callback(scheduler_channel.close)
-        channels = await stack.enter_async_context(Channels())
+        channels = await stack.enter_async_context(Channels(calls_locally=True))
 
         tokenizer = Tokenizer(
             tokenizer_channel,

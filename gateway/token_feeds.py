@@ -14,7 +14,7 @@ import grpc
 
 from gateway.attempts import WorkerLost, worker_losses
 from gateway.patience import Patience
-from mesh.client import Channels, mesh_errors
+from mesh.client import Channels, mesh_errors, settled
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -35,9 +35,7 @@ class Feed:
         self._began_at = time.monotonic()
         self._streams: dict[int, DecodeStream] = {}
         self.is_broken = False
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        self._call = stub.Feed(decode_pb2.FeedRequest(feed_id=self.feed_id))
-        self._reading = asyncio.create_task(self._read(), name="token-feed")
+        self._reading = asyncio.create_task(self._read(channel), name="token-feed")
 
     @property
     def is_worn(self) -> bool:
@@ -55,10 +53,14 @@ class Feed:
         with suppress(asyncio.CancelledError):
             await self._reading
 
-    async def _read(self) -> None:
+    async def _read(self, channel: grpc.aio.Channel) -> None:
+        # Decodes that begin before it is open send their tokens themselves.
+        await settled(channel)
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        call = stub.Feed(decode_pb2.FeedRequest(feed_id=self.feed_id))
         try:
             while True:
-                message = await self._call.read()
+                message = await call.read()
                 if not isinstance(message, decode_pb2.FeedResponse):
                     return
                 for sequence_id, token_id in zip(
@@ -72,7 +74,7 @@ class Feed:
             logger.debug("token feed ended", extra={"code": error.code().name})
         finally:
             self.is_broken = True
-            self._call.cancel()
+            call.cancel()
             for stream in self._streams.values():
                 stream.wake()
 

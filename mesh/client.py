@@ -11,6 +11,7 @@ import grpc
 
 from mesh.errors import InternalError, MeshError, WorkerUnavailable, from_rpc_error
 from mesh.interceptors import INTERNAL_MESSAGE
+from mesh.local_calls.client import LocalCall, LocalLink, Method, to_method
 from mesh.telemetry import request_id_var, trace_headers
 
 DEFAULT_MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -49,29 +50,51 @@ _SERVICE_CONFIG = {
 }
 
 
+# A longer request takes long anyway, and would hold up what comes behind it on its socket.
+_MAX_LOCAL_REQUEST_BYTES = 1 << 18
+
+
 def connect(
-    address: str | Sequence[str], *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    address: str | Sequence[str],
+    *,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    calls_locally: bool = False,
 ) -> grpc.aio.Channel:
     """Open a channel; several addresses are used in turn.
+
+    With `calls_locally`, calls to a single peer go over a socket of this machine where they can
+    (`mesh/local_calls`).
 
     Calls carry the request id and the current span. The connection is made on the
     first call and made again, with bounded backoff, for as long as the channel lives.
     """
     channel = grpc.aio.insecure_channel(_target(address), options=_options(max_message_bytes))
-    return _ContextChannel(channel)
+    is_one_peer = isinstance(address, str) or len(address) == 1
+    link = LocalLink(channel, max_message_bytes) if calls_locally and is_one_peer else None
+    return _ContextChannel(channel, link)
 
 
 class Channels:
     """One channel for each address, opened on first use and owned here."""
 
-    def __init__(self, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        calls_locally: bool = False,
+    ) -> None:
         self._max_message_bytes = max_message_bytes
+        self._calls_locally = calls_locally
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def get(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = connect(address, max_message_bytes=self._max_message_bytes)
+            channel = connect(
+                address,
+                max_message_bytes=self._max_message_bytes,
+                calls_locally=self._calls_locally,
+            )
             self._channels[address] = channel
         return channel
 
@@ -91,6 +114,15 @@ class Channels:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
+
+
+async def settled(channel: grpc.aio.Channel) -> None:
+    """Wait, for two seconds at most, until it is known whether `channel` calls locally.
+
+    For a call that is held open for long: it stays where it was made.
+    """
+    if isinstance(channel, _ContextChannel) and channel.link is not None:
+        await channel.link.settled()
 
 
 @contextmanager
@@ -170,14 +202,50 @@ def _context_metadata() -> list[tuple[str, str]]:
     return metadata
 
 
-def _with_context(call: Callable[..., Any]) -> Any:
-    def call_with_context(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+class _Calls:
+    """Calls of one method, in the context of whoever makes them."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        link: LocalLink | None = None,
+        method: Method | None = None,
+        *,
+        is_written_to: bool = False,
+    ) -> None:
+        self._call = call
+        self._link = link
+        self._method = method
+        self._is_written_to = is_written_to
+
+    def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
         merged = _context_metadata()
         if metadata is not None:
             merged.extend(metadata)
-        return call(*args, metadata=merged, **kwargs)
+        local: LocalCall | None = None
+        if self._link is not None and self._method is not None:
+            local = self._locally(self._link, self._method, args, merged, **kwargs)
+        return self._call(*args, metadata=merged, **kwargs) if local is None else local
 
-    return call_with_context
+    def _locally(
+        self,
+        link: LocalLink,
+        method: Method,
+        args: tuple[Any, ...],
+        metadata: list[tuple[str, str]],
+        *,
+        timeout: float | None = None,
+        wait_for_ready: bool | None = None,
+    ) -> LocalCall | None:
+        """None where gRPC must do: there is no local connection, or too much to say."""
+        connection = link.connection()
+        # A stream is written to where it has no iterator.
+        if connection is None or self._is_written_to is bool(args):
+            return None
+        message = method.serialize(args[0]) if args else None
+        if message is not None and len(message) > _MAX_LOCAL_REQUEST_BYTES:
+            return None
+        return connection.call(method, message, dict(metadata), timeout)
 
 
 class _ContextChannel(grpc.aio.Channel):
@@ -187,22 +255,28 @@ class _ContextChannel(grpc.aio.Channel):
     task and each stream in one more generator; here the caller gets the real call.
     """
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, link: LocalLink | None) -> None:
         self._channel = channel
+        self.link = link
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _with_context(self._channel.unary_unary(*args, **kwargs))
+    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        call = self._channel.unary_unary(method, *args, **kwargs)
+        return _Calls(call, self.link, to_method(method, *args, **kwargs))
 
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _with_context(self._channel.unary_stream(*args, **kwargs))
+    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        call = self._channel.unary_stream(method, *args, **kwargs)
+        return _Calls(call, self.link, to_method(method, *args, **kwargs))
 
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return _with_context(self._channel.stream_unary(*args, **kwargs))
+    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return _Calls(self._channel.stream_unary(method, *args, **kwargs))
 
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return _with_context(self._channel.stream_stream(*args, **kwargs))
+    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        call = self._channel.stream_stream(method, *args, **kwargs)
+        return _Calls(call, self.link, to_method(method, *args, **kwargs), is_written_to=True)
 
     async def close(self, grace: float | None = None) -> None:
+        if self.link is not None:
+            await self.link.close()
         await self._channel.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:

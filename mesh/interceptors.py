@@ -43,20 +43,22 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         # grpc.aio runs interceptors and handler in one task, made for this RPC.
-        _enter_call(handler_call_details.invocation_metadata or ())
-        return _guard(handler, handler_call_details.method)
+        enter_call(handler_call_details.invocation_metadata or ())
+        return guard(handler, handler_call_details.method)
 
 
-def _enter_call(metadata: Any) -> None:
+def enter_call(metadata: Any) -> None:
+    """Take over the caller's request id and trace, for the rest of the running task."""
     headers = [(key, value) for key, value in metadata if isinstance(value, str)]
     enter_trace(headers)
     request_id = next((value for key, value in headers if key == "x-request-id"), "")
     request_id_var.set(request_id[:_MAX_REQUEST_ID_CHARS])
 
 
-def _guard(
+def guard(
     handler: "grpc.RpcMethodHandler[Any, Any]", method: str
 ) -> "grpc.RpcMethodHandler[Any, Any]":
+    """The handler with every failure answered and every call in the access log."""
     behavior: Any
     if handler.request_streaming and handler.response_streaming:
         behavior, make = handler.stream_stream, grpc.stream_stream_rpc_method_handler

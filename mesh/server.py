@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -13,8 +13,10 @@ from grpc_reflection.v1alpha import reflection
 
 from mesh.client import DEFAULT_MAX_MESSAGE_BYTES, KEEPALIVE_OPTIONS
 from mesh.interceptors import CallInterceptor
+from mesh.local_calls.server import LocalCallServicer
 from mesh.parent_death import die_with_parent
 from mesh.probes import DRAINING
+from mesh.v1 import local_call_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +40,12 @@ class MeshServer:
         self._server = grpc.aio.server(
             interceptors=[CallInterceptor()], options=_options(max_message_bytes)
         )
+        self._local_calls = LocalCallServicer(max_message_bytes)
         self._health = health.aio.HealthServicer()
         self._service_names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
         self._address: str | None = None
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        local_call_pb2_grpc.add_LocalCallServiceServicer_to_server(self._local_calls, self._server)
 
     def add(
         self,
@@ -50,7 +54,8 @@ class MeshServer:
         service_full_name: str,
     ) -> None:
         """Register a servicer with the function its generated stub brings."""
-        add_to_server(servicer, self._server)
+        both: Any = _Both(self._server, self._local_calls)
+        add_to_server(servicer, both)
         self._service_names.append(service_full_name)
 
     async def start(self) -> str:
@@ -59,6 +64,7 @@ class MeshServer:
         port = self._server.add_insecure_port(self._listen)
         host = self._listen.rpartition(":")[0]
         self._address = f"{host}:{port}"
+        await self._local_calls.start()
         await self._server.start()
         await self.set_serving(True)
         return self._address
@@ -84,7 +90,23 @@ class MeshServer:
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones `grace_s`, then cancel them."""
         await self.enter_drain()
-        await self._server.stop(grace_s)
+        # Together: each waits for calls, and the other's hold nobody up.
+        await asyncio.gather(self._local_calls.stop(grace_s), self._server.stop(grace_s))
+
+
+class _Both:
+    """What generated code adds a servicer to: its methods are called by gRPC and locally."""
+
+    def __init__(self, server: grpc.aio.Server, local_calls: LocalCallServicer) -> None:
+        self._server = server
+        self._local_calls = local_calls
+
+    def add_generic_rpc_handlers(self, handlers: "Sequence[grpc.GenericRpcHandler]") -> None:
+        self._server.add_generic_rpc_handlers(handlers)
+        self._local_calls.add(handlers)
+
+    def add_registered_method_handlers(self, service_name: str, handlers: Any) -> None:
+        self._server.add_registered_method_handlers(service_name, handlers)
 
 
 async def serve(

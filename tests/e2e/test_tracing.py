@@ -1,6 +1,7 @@
 """One request, one trace: from the gateway's root span to the copy of the KV."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ def test_the_log_line_of_a_request_names_every_stage(
 
 
 def find_log_line(path: Path, request_id: str) -> dict[str, Any]:
-    lines = [json.loads(line) for line in path.read_text().splitlines() if request_id in line]
-    [finished] = [line for line in lines if "stages_ms" in line]
-    return dict(finished)
+    """The line of a finished request, which is written behind its answer."""
+    give_up_at = time.monotonic() + 10
+    while time.monotonic() < give_up_at:
+        lines = [json.loads(line) for line in path.read_text().splitlines() if request_id in line]
+        if finished := [line for line in lines if "stages_ms" in line]:
+            assert len(finished) == 1
+            return dict(finished[0])
+        time.sleep(0.02)
+    raise AssertionError("the request is in no log line")

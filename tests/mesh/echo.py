@@ -1,12 +1,14 @@
 """A service with one method of each kind, whose behaviour a test supplies."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
 
 from mesh.client import connect
+from mesh.local_calls.client import LocalCall
 from mesh.server import MeshServer
 
 NAME = "test.Echo"
@@ -27,11 +29,18 @@ def add_echo(behaviors: dict[str, Any], server: grpc.aio.Server) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
 
 
+class Transport:
+    """How `serving` reaches its server; a fixture chooses."""
+
+    is_local = False
+
+
 class EchoStub:
     """The four methods on a channel."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str = "") -> None:
         self.channel = channel
+        self.address = address
         self.unary_unary: Any = channel.unary_unary(f"/{NAME}/UnaryUnary")
         self.unary_stream: Any = channel.unary_stream(f"/{NAME}/UnaryStream")
         self.stream_unary: Any = channel.stream_unary(f"/{NAME}/StreamUnary")
@@ -45,7 +54,29 @@ class EchoStub:
             return [await self.stream_unary(_one(b"x"), timeout=10)]
         if kind == "UnaryStream":
             return [one async for one in self.unary_stream(b"x", timeout=10)]
-        return [one async for one in self.stream_stream(_one(b"x"), timeout=10)]
+        if not Transport.is_local:
+            return [one async for one in self.stream_stream(_one(b"x"), timeout=10)]
+        call = self.stream_stream(timeout=10)
+        with suppress(grpc.aio.AioRpcError):  # whoever reads hears of it
+            await call.write(b"x")
+            await call.done_writing()
+        return [message async for message in _messages(call)]
+
+
+async def _messages(call: Any) -> AsyncIterator[bytes]:
+    while (message := await call.read()) is not grpc.aio.EOF:
+        yield message
+
+
+async def connect_locally(address: str) -> grpc.aio.Channel:
+    """A channel whose calls go over the local connection that it has."""
+    channel = connect(address, calls_locally=True)
+    async with asyncio.timeout(10):
+        while not isinstance(call := EchoStub(channel).stream_stream(), LocalCall):
+            call.cancel()
+            await asyncio.sleep(0.01)
+    call.cancel()
+    return channel
 
 
 async def _one(message: bytes) -> AsyncIterator[bytes]:
@@ -60,9 +91,9 @@ async def serving(
     server = server or MeshServer()
     server.add(lambda servicer, grpc_server: add_echo(servicer, grpc_server), behaviors, NAME)
     address = await server.start()
-    channel = connect(address)
+    channel = await connect_locally(address) if Transport.is_local else connect(address)
     try:
-        yield EchoStub(channel)
+        yield EchoStub(channel, address)
     finally:
         await channel.close()
         await server.stop(0)

@@ -1,8 +1,9 @@
 import asyncio
+import inspect
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import grpc
@@ -11,7 +12,7 @@ import pytest
 from mesh.client import Channels, connect, mesh_errors, remaining_s
 from mesh.errors import DeadlineExceeded, MessageTooLarge, WorkerUnavailable
 from mesh.server import MeshServer
-from tests.mesh.echo import NAME, EchoStub, add_echo, serving
+from tests.mesh.echo import NAME, EchoStub, add_echo, connect_locally, serving
 
 MIB = 1024 * 1024
 
@@ -28,6 +29,7 @@ async def start_echo(address: str = "127.0.0.1:0", **behaviors: Any) -> MeshServ
 
 
 # GR-01
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("size", [4 * MIB - 1, 4 * MIB, 4 * MIB + 1, 16 * MIB - 64])
 async def test_messages_up_to_the_limit_pass_in_both_directions(size: int) -> None:
     async with serving(UnaryUnary=echo) as stub:
@@ -35,6 +37,7 @@ async def test_messages_up_to_the_limit_pass_in_both_directions(size: int) -> No
 
 
 # GR-01
+@pytest.mark.usefixtures("transport")
 async def test_a_request_above_the_clients_limit_is_refused_clearly() -> None:
     async with serving(UnaryUnary=echo) as stub:
         with pytest.raises(MessageTooLarge, match=str(32 * MIB)), mesh_errors():
@@ -42,6 +45,7 @@ async def test_a_request_above_the_clients_limit_is_refused_clearly() -> None:
 
 
 # GR-01
+@pytest.mark.usefixtures("transport")
 async def test_a_request_above_the_servers_limit_is_refused_clearly() -> None:
     server = MeshServer(max_message_bytes=MIB)
     async with serving(server=server, UnaryUnary=echo) as stub:
@@ -50,6 +54,7 @@ async def test_a_request_above_the_servers_limit_is_refused_clearly() -> None:
 
 
 # GR-01
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("kind", ["UnaryUnary", "UnaryStream"])
 async def test_an_answer_above_the_limit_is_refused_clearly(kind: str) -> None:
     async def large(request: bytes, context: Any) -> bytes:
@@ -64,6 +69,7 @@ async def test_an_answer_above_the_limit_is_refused_clearly(kind: str) -> None:
 
 
 # GR-06
+@pytest.mark.usefixtures("transport")
 async def test_the_deadline_shrinks_from_hop_to_hop() -> None:
     seen: list[float] = []
 
@@ -84,6 +90,7 @@ async def test_the_deadline_shrinks_from_hop_to_hop() -> None:
     assert seen[1] > 4
 
 
+@pytest.mark.usefixtures("transport")
 async def test_the_remaining_time_is_never_more_than_the_caller_gave() -> None:
     seen: list[float] = []
 
@@ -101,6 +108,7 @@ async def test_the_remaining_time_is_never_more_than_the_caller_gave() -> None:
 
 
 # GR-06
+@pytest.mark.usefixtures("transport")
 async def test_a_silent_server_costs_the_deadline_and_no_more() -> None:
     async def hang(request: bytes, context: Any) -> bytes:
         await asyncio.Event().wait()
@@ -135,12 +143,17 @@ asyncio.run(main())
 
 
 # GR-06, KV-19
-async def test_a_frozen_server_is_noticed_within_seconds_without_a_deadline() -> None:
+@pytest.mark.parametrize("connects", [connect, connect_locally])
+async def test_a_frozen_server_is_noticed_within_seconds_without_a_deadline(
+    connects: Callable[[str], Any],
+) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", FROZEN, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    channel = connect((await process.stdout.readline()).decode().strip())
+    channel = connects((await process.stdout.readline()).decode().strip())
+    if inspect.isawaitable(channel):
+        channel = await channel
     call = EchoStub(channel).unary_stream(b"")
     assert await call.read() == b"first"
 
