@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import socket
 import statistics
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+import orjson
 import psutil
 import yaml
 
@@ -27,7 +29,13 @@ from gateway.keys.model import Caller, Limits
 from gateway.limits.limiter import Limiter
 from gateway.rules.lua import compile_to_lua
 from gateway.rules.model import RuleSet
-from mesh.bench.client import Endpoint, PlannedRequest, Recording, open_client
+from mesh.bench.client import (
+    Endpoint,
+    PlannedRequest,
+    Recording,
+    open_client,
+    parse_server_timing,
+)
 from mesh.bench.prompts import PromptMaker, Vocabulary
 from mesh.home import Home
 from mesh.launch import threads_of_a_worker
@@ -87,25 +95,27 @@ class Prompts:
         return prompt
 
 
-async def first_token_costs(url: str, model: str, prompts: Prompts, plan: Plan) -> dict[str, float]:
-    """Medians, of one request at a time: the whole, the engine's part, and each stage."""
+def first_token_costs(url: str, model: str, prompts: Prompts, plan: Plan) -> dict[str, float]:
+    """Medians, of one request at a time: the whole, the engine's part, and each stage.
+
+    From the first byte sent to the first event read, on a bare socket: what a client's library
+    does with them is neither the engine's nor the edge's.
+    """
     totals: list[float] = []
     costs: list[float] = []
     stages: dict[str, list[float]] = {}
+    host, _, port = url.removeprefix("http://").partition(":")
     # Clients keep their connections.
-    async with open_client(Endpoint(url, model, reuses_connections=True)) as client:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for number in range(plan.num_single + 5):
             planned = prompts.plan(plan.single_prompt_tokens, 2)
-            recording = Recording("edge", time.perf_counter())
-            await client.stream(planned, recording)
-            _check(recording)
+            ttft_ms, stages_ms = _first_token(connection, host, model, planned)
             if number < 5:
                 continue
-            ttft_ms = (recording.token_times[0] - recording.started_at) * 1000
-            engine_ms = sum(recording.stages_ms.get(name, 0.0) for name in ENGINE_STAGES)
             totals.append(ttft_ms)
-            costs.append(ttft_ms - engine_ms)
-            for name, duration_ms in recording.stages_ms.items():
+            costs.append(ttft_ms - sum(stages_ms.get(name, 0.0) for name in ENGINE_STAGES))
+            for name, duration_ms in stages_ms.items():
                 stages.setdefault(name, []).append(duration_ms)
     return {
         "ttft_p50_ms": _percentile(totals, 50),
@@ -113,6 +123,45 @@ async def first_token_costs(url: str, model: str, prompts: Prompts, plan: Plan) 
         "not_the_engine_p95_ms": _percentile(costs, 95),
         **{f"stage_{name}_p50_ms": _percentile(values, 50) for name, values in stages.items()},
     }
+
+
+def _first_token(
+    connection: socket.socket, host: str, model: str, planned: PlannedRequest
+) -> tuple[float, dict[str, float]]:
+    """How long the first token took, and what of it the server accounts for, in milliseconds."""
+    body = orjson.dumps(
+        {
+            "model": model,
+            "prompt": planned.prompt,
+            "max_tokens": planned.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+    )
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    started_at = time.perf_counter()
+    connection.sendall(head.encode() + body)
+    answer = _read_until(connection, b"data: ", b"")
+    ttft_ms = (time.perf_counter() - started_at) * 1000
+    # The end of the last chunk.
+    _read_until(connection, b"\r\n0\r\n\r\n", answer)
+    if not answer.startswith(b"HTTP/1.1 200"):
+        raise RuntimeError(answer.decode(errors="replace"))
+    timing = re.search(rb"\r\nserver-timing: (.*?)\r\n", answer)
+    return ttft_ms, parse_server_timing("" if timing is None else timing[1].decode())
+
+
+def _read_until(connection: socket.socket, end: bytes, received: bytes) -> bytes:
+    while end not in received:
+        data = connection.recv(1 << 16)
+        if not data:
+            raise RuntimeError(received.decode(errors="replace") or "the server hung up")
+        received += data
+    return received
 
 
 async def limit_costs(redis_url: str, plan: Plan) -> dict[str, float]:
@@ -191,7 +240,9 @@ async def measure_edge(
     result: dict[str, object] = {"mode": mode, "cores": num_cores, "streams": STREAMS}
     async with running_mesh(model, port, home, mode) as url:
         if "cost" in parts:
-            result["first_token"] = await first_token_costs(url, model.name, prompts, plan)
+            result["first_token"] = await asyncio.to_thread(
+                first_token_costs, url, model.name, prompts, plan
+            )
         if "limits" in parts:
             topology = yaml.safe_load(Home(home).topology_file.read_text())
             result["limits"] = await limit_costs(topology["redis_url"], plan)

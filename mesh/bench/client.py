@@ -119,7 +119,7 @@ class OpenAiClient:
                 text = await response.text()
                 recording.error = f"HTTP {response.status}: {text[:_MAX_ERROR_CHARS]}"
                 return
-            recording.stages_ms = _stages(response.headers.get("server-timing", ""))
+            recording.stages_ms = parse_server_timing(response.headers.get("server-timing", ""))
             async for chunk in response.content.iter_any():
                 now = time.perf_counter()
                 events += decoder.feed(chunk, now)
@@ -158,7 +158,7 @@ async def open_client(endpoint: Endpoint) -> AsyncIterator[OpenAiClient]:
         yield OpenAiClient(session, endpoint)
 
 
-def _stages(server_timing: str) -> dict[str, float]:
+def parse_server_timing(server_timing: str) -> dict[str, float]:
     entries = (entry.partition(";dur=") for entry in server_timing.split(", ") if ";dur=" in entry)
     return {name: float(duration) for name, _, duration in entries}
 

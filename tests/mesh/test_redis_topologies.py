@@ -47,7 +47,7 @@ def running_server(folder: Path, port: int, *options: str) -> Iterator[subproces
     command = [str(server_binary()), *options, "--port", str(port), "--dir", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     try:
-        _wait_until_listening(port)
+        _wait_until_listening(port, process)
         yield process
     finally:
         process.kill()
@@ -55,9 +55,10 @@ def running_server(folder: Path, port: int, *options: str) -> Iterator[subproces
         shutil.rmtree(folder)
 
 
-def _wait_until_listening(port: int) -> None:
+def _wait_until_listening(port: int, process: subprocess.Popen[bytes]) -> None:
     ends_at = time.monotonic() + 20
     while time.monotonic() < ends_at:
+        assert process.poll() is None, "the server has ended"
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
@@ -102,17 +103,20 @@ async def check_registry_and_index(client: MeshRedis) -> None:
 @pytest.fixture
 async def cluster_url(tmp_path: Path) -> AsyncIterator[str]:
     """Three nodes; the models' hash tags lie on different ones."""
-    ports = find_free_ports(3)
+    free = find_free_ports(6)
+    ports, bus_ports = free[:3], free[3:]
     options = ("--cluster-enabled", "yes", "--save", "", "--cluster-require-full-coverage", "no")
+    # Left to themselves, nodes add 10,000 to their ports, where others' connections begin.
+    a, b, c = ((*options, "--cluster-port", str(port)) for port in bus_ports)
     with (
-        running_server(tmp_path / "a", ports[0], *options),
-        running_server(tmp_path / "b", ports[1], *options),
-        running_server(tmp_path / "c", ports[2], *options),
+        running_server(tmp_path / "a", ports[0], *a),
+        running_server(tmp_path / "b", ports[1], *b),
+        running_server(tmp_path / "c", ports[2], *c),
     ):
         for number, port in enumerate(ports):
             first, last = number * 5461, (number + 1) * 5461 if number < 2 else 16384
             await ask(port, "CLUSTER", "ADDSLOTSRANGE", first, last - 1)
-            await ask(ports[0], "CLUSTER", "MEET", "127.0.0.1", port)
+            await ask(ports[0], "CLUSTER", "MEET", "127.0.0.1", port, bus_ports[number])
         async with asyncio.timeout(30):
             for port in ports:
                 # Nodes tell each other, and us when asked.
