@@ -97,6 +97,8 @@ async def test_the_page_fits_a_narrow_window_and_is_readable_in_either_scheme(
     await page.wait_for("document.querySelector('.waterfall')")
 
     assert await page.run("return document.documentElement.scrollWidth") <= 360
+    right = "return document.querySelector('.waterfall').getBoundingClientRect().right"
+    assert await page.run(right) <= 360
     colors = await page.run(
         "const style = getComputedStyle(document.body); return [style.backgroundColor, style.color]"
     )

@@ -201,7 +201,7 @@ async function toggle(id) {
   row.querySelector("button").setAttribute("aria-expanded", "true");
   const cell = element("td", { colspan: "8" });
   try {
-    cell.append(...details(await fetchJson(`requests/${encodeURIComponent(id)}`)));
+    cell.append(details(await fetchJson(`requests/${encodeURIComponent(id)}`)));
   } catch (error) {
     cell.append(`no longer known (${error.message})`);
   }
@@ -220,7 +220,7 @@ function details(request) {
   const list = element("dl", {}, ...Object.entries(facts)
     .filter(([, value]) => value !== "" && value !== null && value !== undefined)
     .map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
-  return [list, waterfall(request)];
+  return element("div", { class: "details" }, list, waterfall(request));
 }
 
 // A lane for each stage, in the order in which the request came to them.
