@@ -15,14 +15,15 @@ class BlockMarks:
     generations | generations in which blocks were filled | bell | next tokens
     """
 
-    def __init__(self, memory: mmap.mmap | bytearray, num_blocks: int) -> None:
-        numbers = memoryview(memory).cast("I")
+    def __init__(self, memory: mmap.mmap | bytearray, num_blocks: int, offset: int = 0) -> None:
+        """They begin `offset` bytes from the start of the memory."""
+        numbers = memoryview(memory)[offset : offset + self.num_bytes(num_blocks)].cast("I")
         # Changes before the block gets new content.
         self.generations = numbers[:num_blocks]
         # The generation in which the block's content was last whole.
         self.filled = numbers[num_blocks : 2 * num_blocks]
         # Rung after others may have found something new.
-        self.bell = Bell(memory, 2 * num_blocks * _ITEM_BYTES)
+        self.bell = Bell(memory, offset + 2 * num_blocks * _ITEM_BYTES)
         # One more than the token that was sampled after the block's last one; 0: none.
         self.next_tokens = numbers[2 * num_blocks + 1 :]
 
@@ -34,11 +35,6 @@ class BlockMarks:
     @staticmethod
     def num_bytes(num_blocks: int) -> int:
         return 3 * num_blocks * _ITEM_BYTES + Bell.NUM_BYTES
-
-    @staticmethod
-    def filled_offset(num_blocks: int) -> int:
-        """Bytes from the first generation to the first one in which a block was filled."""
-        return num_blocks * _ITEM_BYTES
 
     def token_after(self, block_ids: Sequence[int]) -> int | None:
         """The token that was sampled after these blocks, if they are all filled and one was."""

@@ -64,7 +64,6 @@ def build_engine(
     )
     if config.segment_path is not None:
         engine.generations_offset = layout.generations_offset(num_blocks)
-        engine.filled_offset = layout.filled_offset(num_blocks)
         engine.on_filled = kv_cache.marks.bell.ring
         engine.block_marks = kv_cache.marks
     return engine

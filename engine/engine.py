@@ -72,7 +72,6 @@ class Engine:
         self.block_bytes = runner.block_bytes
         # Where in the segment's file the blocks' generations are; None: there is no file.
         self.generations_offset: int | None = None
-        self.filled_offset: int | None = None
         # What others are told of the blocks there.
         self.block_marks: BlockMarks | None = None
         self.max_num_batched_tokens = batcher.max_num_batched_tokens

@@ -56,10 +56,6 @@ class KvCacheLayout:
         """Where in a segment's file the generations are: on the first page after the blocks."""
         return -(-num_blocks * self.block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
-    def filled_offset(self, num_blocks: int) -> int:
-        """Where in the file the marks are that tell which blocks are filled."""
-        return self.generations_offset(num_blocks) + BlockMarks.filled_offset(num_blocks)
-
     def fields(self) -> dict[str, str | int]:
         """What two engines must agree on to exchange blocks."""
         return {

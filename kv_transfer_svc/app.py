@@ -2,9 +2,10 @@
 
 from contextlib import AsyncExitStack, closing
 
-from kv_transfer_svc.agent import Network, TransferAgent
+from kv_transfer_svc.agent import TransferAgent
 from kv_transfer_svc.config import KvTransferConfig
 from kv_transfer_svc.fill_watch import FillWatch
+from kv_transfer_svc.network import Network
 from kv_transfer_svc.peers import Peers
 from kv_transfer_svc.segments import SegmentTable
 from kv_transfer_svc.service import KvTransferServicer

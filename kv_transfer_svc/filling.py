@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kv_transfer_svc.segments import Segment
 from mesh.errors import InvalidRequest, KvTransferFailed
@@ -21,12 +22,19 @@ class Filling:
     """
 
     def __init__(
-        self, segment: Segment, block_ids: Sequence[int], generations: Sequence[int]
+        self,
+        segment: Segment,
+        block_ids: Sequence[int] | NDArray[np.int64],
+        generations: Sequence[int] | NDArray[np.uint32],
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        if segment.fill_marks is None or not len(generations):
+        """`on_wait` is called before each wait, of which there are some in a second, and may
+        raise what ends it."""
+        if segment.fill_marks is None:
             engine_id = segment.spec.engine_id
             raise KvTransferFailed(f"engine {engine_id!r} does not tell which blocks are filled")
         self._segment = segment
+        self._on_wait = on_wait
         self._marks = segment.fill_marks
         self._block_ids = np.asarray(block_ids, np.int64)
         self._generations = np.asarray(generations, np.uint32)
@@ -66,4 +74,5 @@ class Filling:
                 raise KvTransferFailed("nobody waits for the blocks any more")
             if not self._segment.is_attached:
                 raise KvTransferFailed(f"engine {self._segment.spec.engine_id!r} has left")
+            self._on_wait()
             self._marks.bell.wait(count, _LONGEST_WAIT_S)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer_svc.fill_marks import MARK, FillMarks
+from engine.block_marks import BlockMarks
+from kv_transfer_svc.fill_marks import FillMarks
 from mesh.errors import InvalidRequest, KvTransferFailed
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 # Linux 5.14; absent from the mmap module of Python 3.11.
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
+_GENERATION = np.dtype("<u4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class SegmentSpec:
     generations_offset: int | None = None
     # What the fingerprint stands for, for messages.
     layout: Mapping[str, str] = field(default_factory=dict)
-    # None: the engine does not tell which blocks are filled.
-    filled_offset: int | None = None
+    # The engine tells which blocks are filled.
+    has_marks: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -45,12 +47,11 @@ class SegmentSpec:
 
     @property
     def file_bytes(self) -> int:
-        end = self.num_bytes
-        if self.generations_offset is not None:
-            end = self.generations_offset + self.num_blocks * MARK.itemsize
-        if self.filled_offset is not None:
-            end = max(end, self.filled_offset + FillMarks.num_bytes(self.num_blocks))
-        return end
+        if self.generations_offset is None:
+            return self.num_bytes
+        if self.has_marks:
+            return self.generations_offset + BlockMarks.num_bytes(self.num_blocks)
+        return self.generations_offset + self.num_blocks * _GENERATION.itemsize
 
 
 class Segment:
@@ -68,16 +69,15 @@ class Segment:
         blocks = np.frombuffer(self._map, dtype=np.uint8, count=spec.num_bytes)
         self._blocks: NDArray[np.uint8] | None = blocks.reshape(spec.num_blocks, spec.block_bytes)
         self._generations: NDArray[np.uint32] | None = None
-        if spec.generations_offset is not None:
-            self._generations = np.frombuffer(
-                self._map, MARK, spec.num_blocks, spec.generations_offset
-            )
         # None: the engine does not tell which blocks are filled.
         self.fill_marks: FillMarks | None = None
-        if self._generations is not None and spec.filled_offset is not None:
-            self.fill_marks = FillMarks(
-                self._map, self._generations, spec.num_blocks, spec.filled_offset
+        if spec.generations_offset is not None:
+            self._generations = np.frombuffer(
+                self._map, _GENERATION, spec.num_blocks, spec.generations_offset
             )
+            if spec.has_marks:
+                marks = BlockMarks(self._map, spec.num_blocks, spec.generations_offset)
+                self.fill_marks = FillMarks(marks)
         # Not any more: the engine is gone, and what it was filling stays as it is.
         self.is_attached = True
         self._is_resident = np.zeros(spec.num_blocks, dtype=np.bool_)
@@ -240,9 +240,11 @@ def _open(spec: SegmentSpec) -> int:
         raise InvalidRequest("engine_id is empty", param="engine_id")
     if spec.block_bytes == 0 or spec.num_blocks == 0:
         raise InvalidRequest("a segment has at least one block of at least one byte")
-    for offset in (spec.generations_offset, spec.filled_offset):
-        if offset is not None and (offset < spec.num_bytes or offset % MARK.itemsize):
-            raise InvalidRequest(f"generations cannot begin at byte {offset}")
+    offset = spec.generations_offset
+    if offset is not None and (offset < spec.num_bytes or offset % _GENERATION.itemsize):
+        raise InvalidRequest(f"generations cannot begin at byte {offset}")
+    if offset is None and spec.has_marks:
+        raise InvalidRequest("marks lie behind generations, and it has none")
     try:
         file = os.open(spec.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except (OSError, ValueError) as error:

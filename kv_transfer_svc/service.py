@@ -7,7 +7,8 @@ from typing import Any
 
 import grpc
 
-from kv_transfer_svc.agent import Pull, Store, TransferAgent
+from kv_transfer_svc.agent import Store, TransferAgent
+from kv_transfer_svc.pulls import Pull
 from kv_transfer_svc.segments import SegmentSpec
 from mesh.errors import KvTransferFailed, WorkerUnavailable
 from mesh.telemetry import span
@@ -33,7 +34,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             request.layout_fingerprint,
             request.generations_offset if request.HasField("generations_offset") else None,
             dict(request.layout),
-            request.filled_offset if request.HasField("filled_offset") else None,
+            request.has_marks,
         )
         extra = {"engine_id": spec.engine_id, "num_blocks": spec.num_blocks}
         with self._agent.segments.attached(spec):

@@ -5,10 +5,12 @@ from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
-from kv_transfer_svc.agent import Network, Pull, TransferAgent
+from kv_transfer_svc.agent import TransferAgent
 from kv_transfer_svc.app import SERVICE_NAME
 from kv_transfer_svc.fill_watch import FillWatch
+from kv_transfer_svc.network import Network
 from kv_transfer_svc.peers import Peers
+from kv_transfer_svc.pulls import Pull
 from kv_transfer_svc.segments import Segment, SegmentSpec, SegmentTable
 from kv_transfer_svc.service import KvTransferServicer
 from kv_transfer_svc.tiers.cold_tiers import ColdTiers

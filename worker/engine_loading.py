@@ -48,7 +48,7 @@ def load_engine(config: WorkerConfig, incarnation: str) -> LoadedEngine:
             num_blocks=engine.load().num_blocks,
             layout_fingerprint=fingerprint,
             generations_offset=engine.generations_offset,
-            filled_offset=engine.filled_offset,
+            has_marks=engine.block_marks is not None,
             layout=layout,
         )
     return LoadedEngine(engine, engine_id, fingerprint, layout, segment)

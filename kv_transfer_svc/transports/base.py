@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment
-from kv_transfer_svc.transports.segment_copy import FollowingCopy
+from kv_transfer_svc.transports.segment_copy import CopyProgress, FollowingCopy
 
 Address = tuple[str, int]
 
@@ -42,6 +42,20 @@ class RemoteSource:
     mooncake: MooncakeSource | None = None
     # What the fingerprint stands for, for messages.
     layout: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FollowingRead:
+    """A read of blocks that the source is still filling, in this order."""
+
+    source: RemoteSource
+    destination: Segment
+    runs: Sequence[BlockRun]
+    # One for each block.
+    generations: NDArray[np.uint32]
+    progress: CopyProgress
+    # To be called with the token after the last block, in a thread, when all have arrived.
+    on_arrival: Callable[[int], None]
 
 
 class Transport(Protocol):

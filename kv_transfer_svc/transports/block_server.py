@@ -5,15 +5,17 @@ import secrets
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
 from opentelemetry import trace
 
+from kv_transfer_svc.filling import Filling
 from kv_transfer_svc.segments import Segment, SegmentTable
 from kv_transfer_svc.transports import block_wire
-from kv_transfer_svc.transports.block_wire import ReadRequest
+from kv_transfer_svc.transports.block_wire import ReadRequest, WaitFor
 from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch, MeshError
 from mesh.telemetry import extract_trace, is_tracing, span, use_span
 
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 128
 _CLOSE_TIMEOUT_S = 2.0
+# In the time after which a reader gives up, where there is nothing to send yet.
+_SIGNS_OF_LIFE = 4
 
 
 class BlockServer:
@@ -129,10 +133,31 @@ class BlockServer:
             with self._segments.in_use(request.engine_id) as (segment,):
                 # Over before the reader's, which ends with our last word.
                 with _send_span(request):
-                    _send_blocks(connection, request, segment)
-                block_wire.send_end(connection)
+                    next_token_id = self._send_blocks(connection, request, segment)
+                block_wire.send_end(connection, next_token_id)
         except MeshError as error:
             block_wire.send_error(connection, str(error))
+
+    def _send_blocks(
+        self, connection: socket.socket, request: ReadRequest, segment: Segment
+    ) -> int | None:
+        """The blocks as they lie in the segment; raises MeshError where an answer must be
+        refused. The token after them, if that is waited for."""
+        _check_request(request, segment)
+        segment.check_size()
+        block_ids = request.block_ids
+        segment.check_generations(block_ids, request.generations)
+        for first, count in request.runs.tolist():
+            segment.make_resident(first, count, for_writing=False)
+        if request.wait_for is not WaitFor.NOTHING:
+            patience = _Patience(connection, self._stall_timeout_s / _SIGNS_OF_LIFE)
+            return _send_filled(connection, request, segment, patience)
+        for first, count in request.runs.tolist():
+            for piece in block_wire.pieces(first, count, segment.spec.block_bytes):
+                block_wire.send_piece(connection, segment.bytes_of(piece))
+        # Blocks that were reused meanwhile may have been sent half old, half new.
+        segment.check_generations(block_ids, request.generations)
+        return None
 
     def _check_token(self, request: ReadRequest) -> None:
         if not secrets.compare_digest(request.token, self.token):
@@ -155,8 +180,7 @@ def _send_span(request: ReadRequest) -> Iterator[None]:
         yield
 
 
-def _send_blocks(connection: socket.socket, request: ReadRequest, segment: Segment) -> None:
-    """The blocks as they lie in the segment; raises MeshError where an answer must be refused."""
+def _check_request(request: ReadRequest, segment: Segment) -> None:
     if request.block_bytes != segment.spec.block_bytes:
         raise LayoutMismatch(
             f"blocks of engine {request.engine_id!r} have {segment.spec.block_bytes} bytes, "
@@ -167,15 +191,46 @@ def _send_blocks(connection: socket.socket, request: ReadRequest, segment: Segme
             raise InvalidRequest(
                 f"block {first + count - 1} is outside a segment of {segment.spec.num_blocks}"
             )
-    segment.check_size()
-    block_ids = request.block_ids
-    segment.check_generations(block_ids, request.generations)
+
+
+class _Patience:
+    """What a sender does while blocks are not filled: it says so, and sees whether it is heard."""
+
+    def __init__(self, connection: socket.socket, interval_s: float) -> None:
+        self._connection = connection
+        self._interval_s = interval_s
+        self._said_at = time.monotonic()
+
+    def __call__(self) -> None:
+        if block_wire.has_ended(self._connection):
+            raise ConnectionError("the reader waits no more")
+        if time.monotonic() - self._said_at >= self._interval_s:
+            block_wire.send_waiting(self._connection)
+            self._said_at = time.monotonic()
+
+
+def _send_filled(
+    connection: socket.socket, request: ReadRequest, segment: Segment, patience: _Patience
+) -> int | None:
+    """Each block when it is filled; a failure to fill it is raised as MeshError."""
+    filling = Filling(segment, request.block_ids, request.generations, patience)
+    most = block_wire.piece_blocks(request.block_bytes)
+    num_sent = 0
     for first, count in request.runs.tolist():
-        segment.make_resident(first, count, for_writing=False)
-        for piece in block_wire.pieces(first, count, segment.spec.block_bytes):
-            block_wire.send_piece(connection, segment.bytes_of(piece))
-    # Blocks that were reused meanwhile may have been sent half old, half new.
-    segment.check_generations(block_ids, request.generations)
+        start, end = first, first + count
+        while start < end:
+            if num_sent == filling.num_filled:
+                filling.wait_for_more()
+                segment.check_size()
+            num_blocks = min(end - start, filling.num_filled - num_sent, most)
+            block_wire.send_piece(connection, segment.bytes_of(slice(start, start + num_blocks)))
+            start += num_blocks
+            num_sent += num_blocks
+    # Each looks at all generations again, after the last byte.
+    if request.wait_for is WaitFor.TOKEN:
+        return filling.wait_for_token()
+    segment.check_generations(request.block_ids, request.generations)
+    return None
 
 
 def _wait_for_request(connection: socket.socket) -> bytes:

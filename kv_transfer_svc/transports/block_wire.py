@@ -1,17 +1,23 @@
 """What two agents say to each other on the data port, byte for byte.
 
     request  "PDKV" | version u16 | length u32 | body
-    body     token 16 bytes | block_bytes u64 | sizes of the four that follow, each u32
+    body     token 16 bytes | block_bytes u64 | what to wait for u8
+             sizes of the four that follow, each u32
              engine id | traceparent or nothing
              runs: (first block u32, blocks u32), ... | generations: u32, ...
     answer   a piece of each run after the other, then the end:
              kind u8 | length u64 | xxh3-64 u64 | payload
              or, in place of any of them, an error, whose payload is its text
 
+An answer that waits for blocks to be filled sends those that are, in pieces of any number of
+them, and says in between that it still waits. Where it waits for the token after the last
+block too, the payload of the end is the token, a u32.
+
 Numbers are little-endian. A connection carries one request after another; whoever finds
 anything wrong closes it, so that bytes of one answer are never taken for another's.
 """
 
+import select
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -29,10 +35,11 @@ _MAX_BODY_BYTES = 64 << 20
 _MAX_ERROR_BYTES = 4096
 
 _PREFIX = struct.Struct("<4sHI")
-_BODY = struct.Struct(f"<{TOKEN_BYTES}sQIIII")
+_BODY = struct.Struct(f"<{TOKEN_BYTES}sQBIIII")
 _FRAME = struct.Struct("<BQQ")
+_NEXT_TOKEN = struct.Struct("<I")
 _MAGIC = b"PDKV"
-_VERSION = 2
+_VERSION = 3
 _U32 = np.dtype("<u4")
 
 
@@ -50,6 +57,29 @@ class Kind(IntEnum):
     PIECE = 1
     END = 2
     ERROR = 3
+    WAITING = 4
+
+
+class WaitFor(IntEnum):
+    """What must be there before a block is sent, or the end."""
+
+    NOTHING = 0
+    FILLED = 1
+    # That was sampled after the last block.
+    TOKEN = 2
+
+
+_KINDS = frozenset(Kind)
+_WAITS = frozenset(WaitFor)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What announces a payload."""
+
+    kind: Kind
+    num_bytes: int
+    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +95,7 @@ class ReadRequest:
     generations: NDArray[np.uint32]
     # W3C's, of the span that reads; empty where nobody traces.
     traceparent: str = ""
+    wait_for: WaitFor = WaitFor.NOTHING
 
     @property
     def block_ids(self) -> NDArray[np.int64]:
@@ -74,10 +105,15 @@ class ReadRequest:
 
 def pieces(first_block: int, num_blocks: int, block_bytes: int) -> Iterator[slice]:
     """The blocks of a run, a piece at a time; both sides cut alike."""
-    step = max(1, _PIECE_BYTES // block_bytes)
+    step = piece_blocks(block_bytes)
     end = first_block + num_blocks
     for start in range(first_block, end, step):
         yield slice(start, min(start + step, end))
+
+
+def piece_blocks(block_bytes: int) -> int:
+    """Blocks of a piece, at most."""
+    return max(1, _PIECE_BYTES // block_bytes)
 
 
 def send_request(connection: socket.socket, request: ReadRequest) -> None:
@@ -85,7 +121,7 @@ def send_request(connection: socket.socket, request: ReadRequest) -> None:
     runs = request.runs.astype(_U32).tobytes()
     generations = request.generations.astype(_U32).tobytes()
     parts: Sequence[bytes] = (engine_id, traceparent, runs, generations)
-    body = _BODY.pack(request.token, request.block_bytes, *map(len, parts))
+    body = _BODY.pack(request.token, request.block_bytes, request.wait_for, *map(len, parts))
     prefix = _PREFIX.pack(_MAGIC, _VERSION, len(body) + sum(map(len, parts)))
     connection.sendall(b"".join((prefix, body, *parts)))
 
@@ -99,7 +135,9 @@ def receive_request(connection: socket.socket, first_byte: bytes) -> ReadRequest
     if not _BODY.size <= length <= _MAX_BODY_BYTES:
         raise WireError(f"a request of {length} bytes")
     body = memoryview(_receive(connection, length))
-    token, block_bytes, *sizes = _BODY.unpack(body[: _BODY.size])
+    token, block_bytes, wait_for, *sizes = _BODY.unpack(body[: _BODY.size])
+    if wait_for not in _WAITS:
+        raise WireError(f"nobody can wait for {wait_for}")
     if _BODY.size + sum(sizes) != length or any(size % _U32.itemsize for size in sizes[2:]):
         raise WireError("the parts of a request do not add up")
     parts, start = [], _BODY.size
@@ -116,6 +154,7 @@ def receive_request(connection: socket.socket, first_byte: bytes) -> ReadRequest
         runs=runs.reshape(-1, 2),
         generations=np.frombuffer(parts[3], _U32),
         traceparent=bytes(parts[1]).decode(errors="replace"),
+        wait_for=WaitFor(wait_for),
     )
 
 
@@ -125,8 +164,13 @@ def send_piece(connection: socket.socket, payload: memoryview) -> None:
     connection.sendall(payload)
 
 
-def send_end(connection: socket.socket) -> None:
-    connection.sendall(_FRAME.pack(Kind.END, 0, 0))
+def send_end(connection: socket.socket, next_token_id: int | None = None) -> None:
+    payload = b"" if next_token_id is None else _NEXT_TOKEN.pack(next_token_id)
+    connection.sendall(_FRAME.pack(Kind.END, len(payload), 0) + payload)
+
+
+def send_waiting(connection: socket.socket) -> None:
+    connection.sendall(_FRAME.pack(Kind.WAITING, 0, 0))
 
 
 def send_error(connection: socket.socket, message: str) -> None:
@@ -136,29 +180,78 @@ def send_error(connection: socket.socket, message: str) -> None:
 
 def receive_piece(connection: socket.socket, destination: memoryview) -> None:
     """Fill `destination`; raises PeerError or WireError, whatever has been written by then."""
-    checksum = _receive_frame(connection, Kind.PIECE, len(destination))
+    frame = _receive_frame(connection)
+    _check(frame, Kind.PIECE, len(destination))
+    receive_payload(connection, frame, destination)
+
+
+def await_piece(connection: socket.socket, max_bytes: int, block_bytes: int) -> Frame:
+    """The announcement of some blocks, once they are filled."""
+    frame = _await_frame(connection)
+    is_whole = frame.num_bytes % block_bytes == 0
+    if frame.kind is not Kind.PIECE or not is_whole or not 0 < frame.num_bytes <= max_bytes:
+        raise WireError(
+            f"frame {frame.kind:d} with {frame.num_bytes} bytes instead of {Kind.PIECE:d} with "
+            f"blocks of {block_bytes} up to {max_bytes}"
+        )
+    return frame
+
+
+def receive_payload(connection: socket.socket, frame: Frame, destination: memoryview) -> None:
+    """Fill `destination`, which has the size that was announced."""
     _receive_into(connection, destination)
-    if xxhash.xxh3_64_intdigest(destination) != checksum:
+    if xxhash.xxh3_64_intdigest(destination) != frame.checksum:
         raise WireError("bytes were damaged on the way: their checksum differs")
 
 
 def receive_end(connection: socket.socket) -> None:
     """Take the other side's word that what it sent was valid to the end."""
-    _receive_frame(connection, Kind.END, 0)
+    _check(_receive_frame(connection), Kind.END, 0)
 
 
-def _receive_frame(connection: socket.socket, expected: Kind, expected_length: int) -> int:
-    """The checksum of a frame's payload, which is still to come."""
+def await_end(connection: socket.socket, wait_for: WaitFor) -> int | None:
+    """The same, and the token that was sampled after the last block if that was waited for."""
+    frame = _await_frame(connection)
+    if wait_for is not WaitFor.TOKEN:
+        _check(frame, Kind.END, 0)
+        return None
+    _check(frame, Kind.END, _NEXT_TOKEN.size)
+    (token_id,) = _NEXT_TOKEN.unpack(_receive(connection, _NEXT_TOKEN.size))
+    return int(token_id)
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether a connection is over on which the other side has nothing to say."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _await_frame(connection: socket.socket) -> Frame:
+    """The next one that says more than that there will be one."""
+    while (frame := _receive_frame(connection)).kind is Kind.WAITING:
+        _check(frame, Kind.WAITING, 0)
+    return frame
+
+
+def _receive_frame(connection: socket.socket) -> Frame:
+    """Its payload is still to come; raises PeerError if it is an error."""
     kind, length, checksum = _FRAME.unpack(_receive(connection, _FRAME.size))
+    if kind not in _KINDS:
+        raise WireError(f"a frame of kind {kind}")
     if kind == Kind.ERROR:
         if length > _MAX_ERROR_BYTES:
             raise WireError(f"an error of {length} bytes")
         raise PeerError(_receive(connection, length).decode(errors="replace"))
-    if (kind, length) != (expected, expected_length):
+    return Frame(Kind(kind), length, checksum)
+
+
+def _check(frame: Frame, kind: Kind, num_bytes: int) -> None:
+    if (frame.kind, frame.num_bytes) != (kind, num_bytes):
         raise WireError(
-            f"frame {kind} with {length} bytes instead of {expected:d} with {expected_length}"
+            f"frame {frame.kind:d} with {frame.num_bytes} bytes instead of {kind:d} "
+            f"with {num_bytes}"
         )
-    return int(checksum)
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:

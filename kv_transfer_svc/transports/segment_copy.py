@@ -65,10 +65,7 @@ class FollowingCopy:
             progress.num_runs += len(runs)
         # The last look at the generations is behind that.
         progress.next_token_id = self.filling.wait_for_token()
-        if self.destination.fill_marks is not None:
-            self.destination.fill_marks.announce(self.destination_ids, progress.next_token_id)
-            # It is about to use the cores; what we still have to say is no news there.
-            time.sleep(_COURTESY_S)
+        announce(self.destination, self.destination_ids, progress.next_token_id)
         return progress.num_bytes
 
     def _runs(self, start: int, end: int) -> list[BlockRun]:
@@ -78,6 +75,14 @@ class FollowingCopy:
             self.source.spec.num_blocks,
             self.destination.spec.num_blocks,
         )
+
+
+def announce(destination: Segment, block_ids: Sequence[int], next_token_id: int) -> None:
+    """Tell an engine that waits that its blocks are whole, from the thread that knows it."""
+    if destination.fill_marks is not None:
+        destination.fill_marks.announce(block_ids, next_token_id)
+        # It is about to use the cores; what we still have to say is no news there.
+        time.sleep(_COURTESY_S)
 
 
 def _make_resident(source: Segment, destination: Segment, run: BlockRun) -> None:

@@ -1,29 +1,36 @@
 """Blocks from another machine: parallel streams from its segment straight into ours."""
 
-import select
 import socket
 import ssl
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer_svc.runs import BlockRun, split_runs
+from kv_transfer_svc.runs import BlockRun, deal_runs, split_runs
 from kv_transfer_svc.segments import Segment
 from kv_transfer_svc.transports import block_wire
-from kv_transfer_svc.transports.base import Address, RemoteSource, to_their_end
+from kv_transfer_svc.transports.base import (
+    Address,
+    FollowingRead,
+    RemoteSource,
+    to_their_end,
+)
 from kv_transfer_svc.transports.block_server import shut_down
-from kv_transfer_svc.transports.block_wire import PeerError, ReadRequest, WireError
+from kv_transfer_svc.transports.block_wire import PeerError, ReadRequest, WaitFor, WireError
 from mesh.errors import KvTransferFailed
 from mesh.telemetry import current_traceparent
 
 # Below this a second stream costs more than it brings.
 _MIN_STREAM_BYTES = 4 << 20
 _MAX_IDLE_CONNECTIONS = 16
+# Threads that sleep most of the time. What is beyond begins later.
+_MAX_FOLLOWERS = 64
 
 
 class TcpTransport:
@@ -40,6 +47,8 @@ class TcpTransport:
     ) -> None:
         self._num_streams = num_streams
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-receive")
+        # Others: who waits for blocks keeps nobody from reading those that are there.
+        self._followers = ThreadPoolExecutor(_MAX_FOLLOWERS, thread_name_prefix="kv-follow")
         self._connections = _Connections(connect_timeout_s, stall_timeout_s, tls)
 
     async def read(
@@ -55,22 +64,45 @@ class TcpTransport:
         only this process's threads write, and cancelling cuts their connections and waits for
         them. Raises KvTransferFailed when not everything arrived as it was sent.
         """
-        num_bytes = sum(run.num_blocks for run in runs) * source.block_bytes
-        num_streams = max(1, min(self._num_streams, num_bytes // _MIN_STREAM_BYTES))
+        parts = split_runs(runs, self._num_streams_for(source, runs))
         streams = _Streams(self._connections, source, destination, current_traceparent() or "")
-        shares = _with_generations(split_runs(runs, num_streams), generations)
-        works = [self._threads.submit(streams.read, *share) for share in shares]
+        works = [
+            self._threads.submit(streams.read, *share)
+            for share in _with_generations(parts, generations)
+        ]
+        return await _to_their_end(works, streams)
 
-        def stop() -> None:
-            for work in works:
-                work.cancel()
-            streams.cut()
-
-        return await to_their_end(works, stop)
+    async def follow(self, reading: FollowingRead) -> int:
+        """The same for blocks that are still being filled: each is sent when it is."""
+        source, runs = reading.source, reading.runs
+        parts = deal_runs(
+            runs,
+            self._num_streams_for(source, runs),
+            block_wire.piece_blocks(source.block_bytes),
+        )
+        streams = _Streams(
+            self._connections, source, reading.destination, current_traceparent() or ""
+        )
+        arriving = _Arriving(reading, len(parts))
+        last = sum(run.num_blocks for run in runs) - 1
+        works = []
+        for cuts, places in parts:
+            wait_for = WaitFor.TOKEN if places[-1] == last else WaitFor.FILLED
+            works.append(
+                self._followers.submit(
+                    streams.follow, cuts, reading.generations[places], wait_for, arriving
+                )
+            )
+        return await _to_their_end(works, streams)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)
+        self._followers.shutdown(wait=True)
         self._connections.close()
+
+    def _num_streams_for(self, source: RemoteSource, runs: Sequence[BlockRun]) -> int:
+        num_bytes = sum(run.num_blocks for run in runs) * source.block_bytes
+        return max(1, min(self._num_streams, num_bytes // _MIN_STREAM_BYTES))
 
 
 class _Streams:
@@ -93,15 +125,23 @@ class _Streams:
 
     def read(self, runs: Sequence[BlockRun], generations: NDArray[np.uint32]) -> int:
         """Fill the destination's blocks; in a thread."""
-        host, port = self._source.data_address
-        try:
-            with (
-                self._connections.lend(self._source) as connection,
-                self._cuttable(connection),
-            ):
-                return self._receive(connection, runs, generations)
-        except (OSError, WireError, PeerError) as error:
-            raise KvTransferFailed(f"reading from {host}:{port}: {error}") from error
+        with self._connection() as connection:
+            return self._receive(connection, runs, generations)
+
+    def follow(
+        self,
+        runs: Sequence[BlockRun],
+        generations: NDArray[np.uint32],
+        wait_for: WaitFor,
+        arriving: "_Arriving",
+    ) -> int:
+        """The same as the source fills its own; in a thread."""
+        with self._connection() as connection:
+            self._ask(connection, runs, generations, wait_for)
+            num_bytes = self._receive_as_filled(connection, runs, arriving)
+            next_token_id = block_wire.await_end(connection, wait_for)
+        arriving.end_stream(next_token_id)
+        return num_bytes
 
     def cut(self) -> None:
         """Make every stream fail at once."""
@@ -109,6 +149,18 @@ class _Streams:
             self._is_cut = True
             for connection in self._open:
                 shut_down(connection)
+
+    @contextmanager
+    def _connection(self) -> Iterator[socket.socket]:
+        host, port = self._source.data_address
+        try:
+            with (
+                self._connections.lend(self._source) as connection,
+                self._cuttable(connection),
+            ):
+                yield connection
+        except (OSError, WireError, PeerError) as error:
+            raise KvTransferFailed(f"reading from {host}:{port}: {error}") from error
 
     @contextmanager
     def _cuttable(self, connection: socket.socket) -> Iterator[None]:
@@ -131,26 +183,99 @@ class _Streams:
         runs: Sequence[BlockRun],
         generations: NDArray[np.uint32],
     ) -> int:
-        source, destination = self._source, self._destination
-        sources = np.array([(run.source, run.num_blocks) for run in runs], np.uint32)
-        request = ReadRequest(
-            source.token,
-            source.engine_id,
-            source.block_bytes,
-            sources,
-            generations,
-            self._traceparent,
-        )
-        block_wire.send_request(connection, request)
+        self._ask(connection, runs, generations, WaitFor.NOTHING)
         num_bytes = 0
         for run in runs:
-            destination.make_resident(run.destination, run.num_blocks, for_writing=True)
-            for piece in block_wire.pieces(run.destination, run.num_blocks, source.block_bytes):
-                written = destination.bytes_of(piece)
+            self._destination.make_resident(run.destination, run.num_blocks, for_writing=True)
+            for piece in block_wire.pieces(
+                run.destination, run.num_blocks, self._source.block_bytes
+            ):
+                written = self._destination.bytes_of(piece)
                 block_wire.receive_piece(connection, written)
                 num_bytes += len(written)
         block_wire.receive_end(connection)
         return num_bytes
+
+    def _receive_as_filled(
+        self, connection: socket.socket, runs: Sequence[BlockRun], arriving: "_Arriving"
+    ) -> int:
+        for run in runs:
+            # While there is time.
+            self._destination.make_resident(run.destination, run.num_blocks, for_writing=True)
+        block_bytes, num_bytes = self._source.block_bytes, 0
+        for run in runs:
+            room = self._destination.bytes_of(
+                slice(run.destination, run.destination + run.num_blocks)
+            )
+            while len(room):
+                frame = block_wire.await_piece(connection, len(room), block_bytes)
+                with arriving.piece(frame.num_bytes):
+                    block_wire.receive_payload(connection, frame, room[: frame.num_bytes])
+                num_bytes += frame.num_bytes
+                room = room[frame.num_bytes :]
+        return num_bytes
+
+    def _ask(
+        self,
+        connection: socket.socket,
+        runs: Sequence[BlockRun],
+        generations: NDArray[np.uint32],
+        wait_for: WaitFor,
+    ) -> None:
+        source = self._source
+        request = ReadRequest(
+            source.token,
+            source.engine_id,
+            source.block_bytes,
+            np.array([(run.source, run.num_blocks) for run in runs], np.uint32),
+            generations,
+            self._traceparent,
+            wait_for,
+        )
+        block_wire.send_request(connection, request)
+
+
+class _Arriving:
+    """What the streams of a following read receive, together."""
+
+    def __init__(self, reading: FollowingRead, num_streams: int) -> None:
+        self._progress = reading.progress
+        self._on_arrival = reading.on_arrival
+        self._lock = threading.Lock()
+        self._num_streams_left = num_streams
+        self._num_pieces_now = 0
+        self._busy_since = 0.0
+
+    @contextmanager
+    def piece(self, num_bytes: int) -> Iterator[None]:
+        """Count what is received inside the block, and the time in which any stream does so."""
+        with self._lock:
+            if self._num_pieces_now == 0:
+                self._busy_since = time.perf_counter()
+            self._num_pieces_now += 1
+        try:
+            yield
+        except BaseException:
+            num_bytes = 0
+            raise
+        finally:
+            with self._lock:
+                self._num_pieces_now -= 1
+                if self._num_pieces_now == 0:
+                    self._progress.copy_s += time.perf_counter() - self._busy_since
+                self._progress.num_bytes += num_bytes
+
+    def end_stream(self, next_token_id: int | None) -> None:
+        """A stream has received all it was to; one has the token too."""
+        with self._lock:
+            if next_token_id is not None:
+                self._progress.next_token_id = next_token_id
+            self._num_streams_left -= 1
+            if self._num_streams_left:
+                return
+        token_id = self._progress.next_token_id
+        assert token_id is not None, "one of the streams waits for it"
+        self._on_arrival(token_id)
 
 
 class _Connections:
@@ -195,7 +320,7 @@ class _Connections:
                 connection = idle.pop() if idle else None
                 if not idle:
                     self._idle.pop(address, None)
-            if connection is None or not _has_ended(connection):
+            if connection is None or not block_wire.has_ended(connection):
                 return connection
             connection.close()
 
@@ -216,11 +341,13 @@ class _Connections:
         return connection
 
 
-def _has_ended(connection: socket.socket) -> bool:
-    """Whether an idle connection is over: there is nothing else that the other side may send."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
+async def _to_their_end(works: Sequence["Future[int]"], streams: _Streams) -> int:
+    def stop() -> None:
+        for work in works:
+            work.cancel()
+        streams.cut()
+
+    return await to_their_end(works, stop)
 
 
 def _with_generations(

@@ -52,7 +52,7 @@ class AttachSegmentRequest(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     GENERATIONS_OFFSET_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
-    FILLED_OFFSET_FIELD_NUMBER: _builtins.int
+    HAS_MARKS_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """The engine; a new process is a new id."""
     path: _builtins.str
@@ -67,13 +67,12 @@ class AttachSegmentRequest(_message.Message):
     """Where in the file each block's generation is, a 32-bit number that changes
     before the block gets new content. Absent: the engine keeps none.
     """
-    filled_offset: _builtins.int
-    """Where in the file each block's generation is in which its content was last
-    whole, as many 32-bit numbers. Behind them is one more, which changes after any
-    of them did, and whoever waits for it to (futex) is woken. Behind that is for
-    each block one more than the token that was sampled after it, or 0 where none
-    was. Absent: the engine does not tell, and its blocks cannot be pulled before
-    they are filled.
+    has_marks: _builtins.bool
+    """Behind the generations are, for each block, the one in which its content was last
+    whole, then one more number, which changes after any of them did, and whoever
+    waits for it to (futex) is woken, and then for each block one more than the token
+    that was sampled after it, or 0 where none was; all of 32 bits. Without these
+    marks blocks cannot be pulled before they are filled. Needs `generations_offset`.
     """
     @_builtins.property
     def layout(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -89,19 +88,14 @@ class AttachSegmentRequest(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         generations_offset: _builtins.int | None = ...,
         layout: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
-        filled_offset: _builtins.int | None = ...,
+        has_marks: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_filled_offset", b"_filled_offset", "_generations_offset", b"_generations_offset", "filled_offset", b"filled_offset", "generations_offset", b"generations_offset"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset", "generations_offset", b"generations_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_filled_offset", b"_filled_offset", "_generations_offset", b"_generations_offset", "block_bytes", b"block_bytes", "engine_id", b"engine_id", "filled_offset", b"filled_offset", "generations_offset", b"generations_offset", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "num_blocks", b"num_blocks", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset", "block_bytes", b"block_bytes", "engine_id", b"engine_id", "generations_offset", b"generations_offset", "has_marks", b"has_marks", "layout", b"layout", "layout_fingerprint", b"layout_fingerprint", "num_blocks", b"num_blocks", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__filled_offset: _TypeAlias = _typing.Literal["filled_offset"]  # noqa: Y015
-    _WhichOneofArgType__filled_offset: _TypeAlias = _typing.Literal["_filled_offset", b"_filled_offset"]  # noqa: Y015
     _WhichOneofReturnType__generations_offset: _TypeAlias = _typing.Literal["generations_offset"]  # noqa: Y015
     _WhichOneofArgType__generations_offset: _TypeAlias = _typing.Literal["_generations_offset", b"_generations_offset"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__filled_offset) -> _WhichOneofReturnType__filled_offset | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__generations_offset) -> _WhichOneofReturnType__generations_offset | None: ...
 
 Global___AttachSegmentRequest: _TypeAlias = AttachSegmentRequest  # noqa: Y015

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer_svc.agent import Moved, Pull, TransferAgent
+from kv_transfer_svc.agent import TransferAgent
+from kv_transfer_svc.pulls import Moved, Pull
 from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment, SegmentSpec, SegmentTable
 from kv_transfer_svc.transports.segment_copy import FollowingCopy

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from engine.block_marks import BlockMarks
-from kv_transfer_svc.agent import Moved, Pull
+from kv_transfer_svc.pulls import Moved, Pull
 from kv_transfer_svc.segments import Segment, SegmentSpec
 from mesh.errors import InvalidRequest, KvTransferFailed
 from tests.transfer_agents import RunningAgent, start_agent
@@ -43,7 +43,7 @@ class Engine:
             NUM_BLOCKS,
             "f1",
             generations_offset=size,
-            filled_offset=size + BlockMarks.filled_offset(NUM_BLOCKS),
+            has_marks=True,
         )
 
     def fill(self, *block_ids: int, next_token_id: int | None = None) -> None:
@@ -188,7 +188,7 @@ async def test_pull_that_cannot_follow_is_refused(rig: Rig) -> None:
     with pytest.raises((InvalidRequest, KvTransferFailed), match="outside a segment"):
         await rig.start(source_block_ids=[2, 3, NUM_BLOCKS])
     rig.leave()
-    rig.attachment = rig.there.agent.segments.attached(replace(rig.source.spec, filled_offset=None))
+    rig.attachment = rig.there.agent.segments.attached(replace(rig.source.spec, has_marks=False))
     rig.attachment.__enter__()
     with pytest.raises(KvTransferFailed, match="does not tell"):
         await rig.start()

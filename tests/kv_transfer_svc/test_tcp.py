@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kv_transfer_svc.agent import Pull
+from kv_transfer_svc.pulls import Pull
 from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment, SegmentSpec
 from kv_transfer_svc.tls import TlsFiles

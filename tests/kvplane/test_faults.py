@@ -66,20 +66,22 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
     even when its connection is cut meanwhile.
     """
     writes = Reads()
-    copy_runs, receive_piece = segment_copy.copy_runs, block_wire.receive_piece
+    copy_runs, receive_payload = segment_copy.copy_runs, block_wire.receive_payload
 
     def slow_copy(*arguments: Any) -> int:
         writes.pause()
         return copy_runs(*arguments)
 
-    def slow_receive(connection: socket.socket, destination: memoryview) -> None:
+    def slow_receive(
+        connection: socket.socket, frame: block_wire.Frame, destination: memoryview
+    ) -> None:
         kept = bytearray(len(destination))
-        receive_piece(connection, memoryview(kept))
+        receive_payload(connection, frame, memoryview(kept))
         writes.pause()
         destination[:] = kept
 
     monkeypatch.setattr(segment_copy, "copy_runs", slow_copy)
-    monkeypatch.setattr(block_wire, "receive_piece", slow_receive)
+    monkeypatch.setattr(block_wire, "receive_payload", slow_receive)
     yield writes
     writes.may_go_on.set()
 

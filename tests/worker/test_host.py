@@ -77,6 +77,7 @@ class HostRig:
         self.runner: GatedRunner
         self.channel: grpc.aio.Channel
         self.running: asyncio.Task[None]
+        self._is_terminated = False
 
     def load(self, config: Any, incarnation: str) -> LoadedEngine:
         loaded = load_engine(config, incarnation)
@@ -93,6 +94,13 @@ class HostRig:
         stub: Any = health_pb2_grpc.HealthStub(self.channel)
         response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
         return int(response.status)
+
+    def terminate(self) -> None:
+        """Once: a second signal may come when the worker does not listen any more, and end the
+        tests."""
+        if not (self._is_terminated or self.running.done()):
+            self._is_terminated = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def decode(self) -> Any:
         stub = decode_pb2_grpc.DecodeServiceStub(self.channel)
@@ -142,8 +150,7 @@ async def hosted(
         yield rig
     finally:
         rig.runner.gate.set()
-        if not rig.running.done():
-            os.kill(os.getpid(), signal.SIGTERM)
+        rig.terminate()
         await asyncio.wait({rig.running}, timeout=10)
         await rig.channel.close()
 
@@ -210,7 +217,7 @@ async def test_drain_lets_running_streams_finish_and_refuses_new_ones(rig: HostR
     running = rig.decode()
     await asyncio.to_thread(rig.runner.entered.wait, 5)
 
-    os.kill(os.getpid(), signal.SIGTERM)
+    rig.terminate()
     await eventually(lambda: find(rig.registry, rig.config.worker_id), lambda found: not found)
     health = await rig.health()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -240,7 +247,7 @@ async def test_drain_that_runs_out_of_time_cuts_with_a_reason_to_go_elsewhere(
         running = rig.decode()
         await asyncio.to_thread(rig.runner.entered.wait, 5)
 
-        os.kill(os.getpid(), signal.SIGTERM)
+        rig.terminate()
 
         with pytest.raises(grpc.aio.AioRpcError) as cut:
             await running.read()
