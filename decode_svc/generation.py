@@ -4,8 +4,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from decode_svc.fallbacks import ComputeHere
 from decode_svc.kv_holder import RemoteKv
-from decode_svc.kv_import import ComputeHere, KvImporter
+from decode_svc.kv_import import KvImporter
 from engine.request import PrefillProgress, RemoteKvWanted, Request, TokenOutput
 from mesh.telemetry import Span, Stopwatch, use_span
 from worker.engine_port import EnginePort, RunEvent, run_request

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Protocol, Self
 
+from decode_svc.fallbacks import ComputeHere, Fallback, count_fallback
 from decode_svc.kv_holder import HandoverLost, KvHolder, LeaseOver, RemoteKv
 from engine.request import RemoteKvWanted
-from mesh import metrics
 from mesh.client import Channels
 from mesh.errors import KvTransferFailed
 from mesh.v1 import kv_transfer_pb2, types_pb2
@@ -20,20 +19,6 @@ from worker.arrivals import Arrivals
 from worker.transfer_agent import PullFailed, TransferAgent
 
 logger = logging.getLogger(__name__)
-
-
-class Fallback(StrEnum):
-    """Why a prompt was computed again although a prefill worker had computed it."""
-
-    LAYOUT_MISMATCH = "layout_mismatch"
-    INCOMPLETE = "incomplete"
-    LEASE_EXPIRED = "lease_expired"
-    HOLDER_UNREACHABLE = "holder_unreachable"
-    PULL_FAILED = "pull_failed"
-
-
-class ComputeHere(Exception):
-    """Other workers' KV is of no use to the request any more."""
 
 
 class RemoteKvSink(Protocol):
@@ -335,11 +320,6 @@ class KvClaim:
         if not self._is_released:
             self._is_released = True
             self._importer.start_release(self._holder)
-
-
-def count_fallback(fallback: Fallback) -> None:
-    metrics.KV_TRANSFER_FAILURES.add(1, {"reason": fallback.value})
-    logger.warning("KV is computed again", extra={"reason": fallback.value})
 
 
 async def _outcome(pulling: "asyncio.Task[Fallback | None]", patience_s: float) -> Fallback | None:

@@ -1,73 +1,46 @@
-"""Prefills whose handle is out before they have finished, and those who follow them."""
+"""Prefills whose handle is out before they have finished, and those who wait for their token."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from mesh.errors import KvLeaseExpired
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a prefill has got."""
+class SampledToken:
+    """What a prefill ends with."""
 
-    num_computed_tokens: int
-    # Set when it has finished.
-    first_token_id: int | None = None
+    token_id: int
     # By time.perf_counter.
     sampled_at: float = 0.0
 
 
-class _Handover:
-    def __init__(self) -> None:
-        self.progress = Progress(0)
-        self.is_over = False
-        self.changed = asyncio.Event()
-
-    def notify(self) -> None:
-        """Wake all who wait now; who comes later waits for the next change."""
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-
 class Handovers:
-    """Tells followers of a handle what is computed, for as long as its lease lasts."""
+    """Tells those who wait for it the first token of a handle, for as long as its lease lasts."""
 
     def __init__(self) -> None:
-        self._handovers: dict[str, _Handover] = {}
+        self._tokens: dict[str, asyncio.Future[SampledToken]] = {}
 
     def __len__(self) -> int:
-        return len(self._handovers)
+        return len(self._tokens)
 
     def begin(self, handle_id: str) -> None:
-        self._handovers[handle_id] = _Handover()
+        self._tokens[handle_id] = asyncio.get_running_loop().create_future()
 
-    def advance(self, handle_id: str, progress: Progress) -> None:
-        """Harmless after the end."""
-        if (handover := self._handovers.get(handle_id)) is not None:
-            handover.progress = progress
-            handover.notify()
+    def finish(self, handle_id: str, token: SampledToken) -> None:
+        """The prefill has. Harmless after the end."""
+        if (awaited := self._tokens.get(handle_id)) is not None:
+            awaited.set_result(token)
 
     def end(self, handle_id: str) -> None:
         """The blocks may be gone from now on."""
-        if (handover := self._handovers.pop(handle_id, None)) is not None:
-            handover.is_over = True
-            handover.notify()
+        if (awaited := self._tokens.pop(handle_id, None)) is not None:
+            awaited.cancel()
 
-    async def follow(self, handle_id: str) -> AsyncGenerator[Progress, None]:
-        """What is computed now, then each change, up to the first token.
-
-        A slow follower sees the latest change only. Raises KvLeaseExpired if it ends before.
-        """
-        handover = self._handovers.get(handle_id)
-        seen: Progress | None = None
-        while handover is not None and not handover.is_over:
-            changed = handover.changed
-            if handover.progress is not seen:
-                seen = handover.progress
-                yield seen
-                if seen.first_token_id is not None:
-                    return
-            else:
-                await changed.wait()
+    async def first_token(self, handle_id: str) -> SampledToken:
+        """Wait for it; raises KvLeaseExpired if the handover ends before."""
+        if (awaited := self._tokens.get(handle_id)) is not None:
+            await asyncio.wait({awaited})
+            if not awaited.cancelled():
+                return awaited.result()
         raise KvLeaseExpired(f"the prefill of {handle_id} is over")

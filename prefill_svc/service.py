@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from engine.request import PrefillProgress, Request, TokenOutput
 from mesh import metrics
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
 from prefill_svc.config import PrefillConfig
-from prefill_svc.handovers import Handovers, Progress
+from prefill_svc.handovers import Handovers, SampledToken
 from prefill_svc.leases import LeaseTable
 from worker import translate
 from worker.engine_port import EnginePort, run_request
@@ -90,7 +90,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                             case PrefillProgress() as progress:
                                 assert early is not None
                                 add_chunk_event(span, progress)
-                                self._advance(early, progress)
+                                self._check_unmoved(early, progress)
                                 yield _progress(progress)
             assert first is not None, "run_request ends with a token or an error"
             yield prefill_pb2.PrefillResponse(finished=finished)
@@ -106,16 +106,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def WatchKv(
         self, request: prefill_pb2.WatchKvRequest, context: Context
     ) -> AsyncGenerator[prefill_pb2.WatchKvResponse, None]:
-        async with aclosing(self._handovers.follow(request.handle_id)) as changes:
-            async for progress in changes:
-                message = prefill_pb2.WatchKvResponse(
-                    num_computed_tokens=progress.num_computed_tokens,
-                    first_token_id=progress.first_token_id,
-                )
-                if progress.first_token_id is not None:
-                    message.sampled_at.CopyFrom(_after(progress.sampled_at - time.perf_counter()))
-                    await asyncio.sleep(_COURTESY_S)
-                yield message
+        yield prefill_pb2.WatchKvResponse()
+        token = await self._handovers.first_token(request.handle_id)
+        sampled_at = _after(token.sampled_at - time.perf_counter())
+        await asyncio.sleep(_COURTESY_S)
+        yield prefill_pb2.WatchKvResponse(first_token_id=token.token_id, sampled_at=sampled_at)
 
     async def RenewKv(
         self, request: prefill_pb2.RenewKvRequest, context: Context
@@ -154,16 +149,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """Let the decode worker take over blocks while the others are computed."""
         lease_s = self._leases.open(prompt.request_id)
         self._handovers.begin(prompt.request_id)
-        handle = self._handle(
+        return self._handle(
             prompt, lease_s, progress.block_ids, progress.block_generations, prompt.num_tokens
         )
-        self._advance(handle, progress)
-        return handle
 
-    def _advance(self, handle: types_pb2.KvHandle, progress: PrefillProgress) -> None:
-        if tuple(handle.block_generations) == progress.block_generations:
-            self._handovers.advance(handle.handle_id, Progress(progress.num_computed_tokens))
-        else:
+    def _check_unmoved(self, handle: types_pb2.KvHandle, progress: PrefillProgress) -> None:
+        if tuple(handle.block_generations) != progress.block_generations:
             # Preempted: the blocks that others know are not its own any more.
             self._leases.release(handle.handle_id)
 
@@ -193,9 +184,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def _lease(self, prompt: Request, first: TokenOutput) -> types_pb2.KvHandle:
         lease_s = self._leases.grant(prompt.request_id)
-        self._handovers.advance(
-            prompt.request_id, Progress(first.num_held_tokens, first.token_id, first.sampled_at)
-        )
+        self._handovers.finish(prompt.request_id, SampledToken(first.token_id, first.sampled_at))
         return self._handle(
             prompt,
             lease_s,

@@ -139,6 +139,7 @@ class ScriptedHolder(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.WatchKvRequest, context: Any
     ) -> AsyncGenerator[prefill_pb2.WatchKvResponse, None]:
         self.followed.put_nowait(request.handle_id)
+        yield prefill_pb2.WatchKvResponse()
         while True:
             progress = await self.progress.get()
             if isinstance(progress, MeshError):

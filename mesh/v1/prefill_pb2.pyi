@@ -193,7 +193,7 @@ Global___PrefillFinished: _TypeAlias = PrefillFinished  # noqa: Y015
 
 @_typing.final
 class WatchKvRequest(_message.Message):
-    """Follows a handle."""
+    """Waits for a first token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -215,15 +215,12 @@ Global___WatchKvRequest: _TypeAlias = WatchKvRequest  # noqa: Y015
 
 @_typing.final
 class WatchKvResponse(_message.Message):
-    """How far prefill has got."""
+    """The call has been heard, or prefill has finished."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_ID_FIELD_NUMBER: _builtins.int
     SAMPLED_AT_FIELD_NUMBER: _builtins.int
-    num_computed_tokens: _builtins.int
-    """Tokens whose KV can be read."""
     first_token_id: _builtins.int
     """The first token, when prefill has finished; last message."""
     @_builtins.property
@@ -233,13 +230,12 @@ class WatchKvResponse(_message.Message):
     def __init__(
         self,
         *,
-        num_computed_tokens: _builtins.int = ...,
         first_token_id: _builtins.int | None = ...,
         sampled_at: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id", "sampled_at", b"sampled_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id", "num_computed_tokens", b"num_computed_tokens", "sampled_at", b"sampled_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id", "first_token_id", b"first_token_id", "sampled_at", b"sampled_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_id: _TypeAlias = _typing.Literal["first_token_id"]  # noqa: Y015
     _WhichOneofArgType__first_token_id: _TypeAlias = _typing.Literal["_first_token_id", b"_first_token_id"]  # noqa: Y015

@@ -86,8 +86,8 @@ class PrefillServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchKv(self, request, context):
-        """Follows a handle that was given out before prefill had finished: first what is
-        computed already, then each change, to the first token.
+        """Waits for the first token of a handle that was given out before prefill had
+        finished. An empty message comes first and at once: the call has been heard.
 
         Errors:
         FAILED_PRECONDITION  the lease is over: prefill failed or was cancelled, or

@@ -49,8 +49,8 @@ class PrefillServiceStub:
       UNAVAILABLE         the worker is draining
     """
     WatchKv: _grpc.UnaryStreamMultiCallable[_prefill_pb2.WatchKvRequest, _prefill_pb2.WatchKvResponse]
-    """Follows a handle that was given out before prefill had finished: first what is
-    computed already, then each change, to the first token.
+    """Waits for the first token of a handle that was given out before prefill had
+    finished. An empty message comes first and at once: the call has been heard.
 
     Errors:
       FAILED_PRECONDITION  the lease is over: prefill failed or was cancelled, or
@@ -91,8 +91,8 @@ class PrefillServiceAsyncStub(PrefillServiceStub):
       UNAVAILABLE         the worker is draining
     """
     WatchKv: _aio.UnaryStreamMultiCallable[_prefill_pb2.WatchKvRequest, _prefill_pb2.WatchKvResponse]  # type: ignore[assignment]
-    """Follows a handle that was given out before prefill had finished: first what is
-    computed already, then each change, to the first token.
+    """Waits for the first token of a handle that was given out before prefill had
+    finished. An empty message comes first and at once: the call has been heard.
 
     Errors:
       FAILED_PRECONDITION  the lease is over: prefill failed or was cancelled, or
@@ -142,8 +142,8 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.WatchKvRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.WatchKvResponse], _abc.AsyncIterator[_prefill_pb2.WatchKvResponse]]:
-        """Follows a handle that was given out before prefill had finished: first what is
-        computed already, then each change, to the first token.
+        """Waits for the first token of a handle that was given out before prefill had
+        finished. An empty message comes first and at once: the call has been heard.
 
         Errors:
           FAILED_PRECONDITION  the lease is over: prefill failed or was cancelled, or

@@ -51,12 +51,9 @@ def early_request(rig: DecodeRig, layout_fingerprint: str = "f1") -> decode_pb2.
     return request
 
 
-def computed(rig: DecodeRig, num_tokens: int, first_token_id: int | None = None) -> None:
-    message = prefill_pb2.WatchKvResponse(
-        num_computed_tokens=num_tokens, first_token_id=first_token_id
-    )
-    if first_token_id is not None:
-        message.sampled_at.GetCurrentTime()
+def computed(rig: DecodeRig, first_token_id: int) -> None:
+    message = prefill_pb2.WatchKvResponse(first_token_id=first_token_id)
+    message.sampled_at.GetCurrentTime()
     rig.holder.progress.put_nowait(message)
 
 
@@ -82,7 +79,6 @@ async def test_one_pull_follows_the_prefill_and_brings_its_token(
     run.want_remote_kv(0, 3, 4, 5)
 
     assert await next_pull(rig) == ([11, 12, 13], [1, 1, 2], [3, 4, 5])
-    computed(rig, 8)
     assert engine.kv_answers.empty()
     rig.agent.next_token_id = 9
     rig.agent.may_finish.set()
@@ -91,7 +87,7 @@ async def test_one_pull_follows_the_prefill_and_brings_its_token(
     assert await engine.next_kv_answer() == (run.request.request_id, True)
     assert engine.given_tokens[run.request.request_id] == [9]
     assert rig.holder.released == []
-    computed(rig, 10, first_token_id=9)
+    computed(rig, first_token_id=9)
     run.finish(1)
     answer = [event async for event in events]
     assert list(answer[0].tokens.token_ids) == [1]
@@ -108,7 +104,7 @@ async def test_token_that_comes_first_waits_for_the_blocks(
     run.want_remote_kv(0, 3, 4, 5)
     await next_pull(rig)
 
-    computed(rig, 10, first_token_id=9)
+    computed(rig, first_token_id=9)
     await asyncio.sleep(0.1)  # shorter than the pull's timeout
     assert engine.kv_answers.empty()
     rig.agent.may_finish.set()
@@ -145,8 +141,7 @@ async def test_blocks_that_are_here_are_left_out(
     run = await engine.next_run()
     run.want_remote_kv(1, 4, 5)
 
-    computed(rig, 4)
-    computed(rig, 10, first_token_id=9)
+    computed(rig, first_token_id=9)
 
     assert await next_pull(rig) == ([12, 13], [1, 2], [4, 5])
     run.finish(1)
@@ -161,7 +156,6 @@ async def test_prefill_that_fails_fails_the_call_before_any_token(
     events = aiter(stub.Decode(early_request(rig), timeout=5))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
-    computed(rig, 8)
     await next_pull(rig)
 
     rig.holder.progress.put_nowait(KvLeaseExpired("the prefill of h1 is over"))
@@ -186,9 +180,8 @@ async def test_pull_that_fails_waits_for_the_token_and_computes_here(
     events = aiter(stub.Decode(early_request(rig), timeout=5))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
-    computed(rig, 8)
     await next_pull(rig)
-    computed(rig, 10, first_token_id=9)
+    computed(rig, first_token_id=9)
 
     assert await engine.next_kv_answer() == (run.request.request_id, False)
     assert engine.given_tokens[run.request.request_id] == [9]
@@ -202,8 +195,7 @@ async def test_handle_that_does_not_fit_is_followed_for_its_token_only(
 ) -> None:
     # KV-25
     events = aiter(stub.Decode(early_request(rig, "f2"), timeout=5))
-    computed(rig, 8)
-    computed(rig, 10, first_token_id=9)
+    computed(rig, first_token_id=9)
 
     run = await engine.next_run()
     run.finish(1)
@@ -222,8 +214,7 @@ async def test_frozen_agent_costs_its_timeout_and_no_token(
     events = aiter(stub.Decode(early_request(rig), timeout=10))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
-    computed(rig, 8)
-    computed(rig, 10, first_token_id=9)
+    computed(rig, first_token_id=9)
 
     again = await engine.next_run()
     assert again.request.output_token_ids == [9]
@@ -256,10 +247,9 @@ async def test_time_before_the_first_token_is_not_decodes(
     events = aiter(stub.Decode(early_request(rig), timeout=5))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
-    computed(rig, 8)
     await next_pull(rig)
     await asyncio.sleep(0.3)
-    computed(rig, 10, first_token_id=9)
+    computed(rig, first_token_id=9)
     await engine.next_kv_answer()
     # As the engine counts: it knows nothing of the prefill.
     run.finish(1, timings=RequestTimings(decode_wait_s=0.1, remote_kv_s=0.25, decode_s=0.01))
@@ -284,7 +274,7 @@ async def test_clock_that_is_ahead_does_not_make_the_transfer_vanish(
     rig.agent.may_finish.set()
     await engine.next_kv_answer()
     await asyncio.sleep(0.2)
-    tomorrow = prefill_pb2.WatchKvResponse(num_computed_tokens=10, first_token_id=9)
+    tomorrow = prefill_pb2.WatchKvResponse(first_token_id=9)
     tomorrow.sampled_at.FromSeconds(int(time.time()) + 86_400)
     rig.holder.progress.put_nowait(tomorrow)
     await wait_until(lambda: rig.holder.released == ["h1"])

@@ -6,60 +6,55 @@ import pytest
 
 from mesh.errors import KvLeaseExpired, from_rpc_error
 from mesh.v1 import prefill_pb2
-from prefill_svc.handovers import Handovers, Progress
+from prefill_svc.handovers import Handovers, SampledToken
 from prefill_svc.leases import LeaseTable
 from tests.fakes import FakeClock
 from tests.scripted_engine import ScriptedEngineLoop
-from tests.worker_wire import PrefillRig, prefill_request, prefill_stub, wait_until
+from tests.worker_wire import PrefillRig, prefill_request, prefill_stub
 
 
-async def follow(handovers: Handovers, seen: list[Progress]) -> None:
-    async for progress in handovers.follow("h"):
-        seen.append(progress)
-
-
-async def test_follower_sees_what_is_there_each_change_and_the_first_token() -> None:
+async def test_all_who_wait_learn_the_first_token_and_so_do_those_who_come_later() -> None:
     handovers = Handovers()
     handovers.begin("h")
-    handovers.advance("h", Progress(16))
-    seen: list[Progress] = []
-    following = asyncio.create_task(follow(handovers, seen))
-    await wait_until(lambda: len(seen) == 1)
+    waiting = [asyncio.create_task(handovers.first_token("h")) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
 
-    handovers.advance("h", Progress(32))
-    await wait_until(lambda: len(seen) == 2)
-    handovers.advance("h", Progress(40, first_token_id=7))
-    await following
+    handovers.finish("h", SampledToken(0, 1.5))
 
-    assert seen == [Progress(16), Progress(32), Progress(40, 7)]
+    assert await asyncio.gather(*waiting) == 3 * [SampledToken(0, 1.5)]
+    assert await handovers.first_token("h") == SampledToken(0, 1.5)
 
 
-async def test_follower_that_comes_after_the_end_of_prefill_sees_it_whole() -> None:
+async def test_one_who_waits_no_more_takes_the_token_from_nobody() -> None:
     handovers = Handovers()
     handovers.begin("h")
-    handovers.advance("h", Progress(40, first_token_id=0))
-    seen: list[Progress] = []
+    leaving, staying = (asyncio.create_task(handovers.first_token("h")) for _ in range(2))
+    await asyncio.sleep(0)
 
-    await follow(handovers, seen)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    handovers.finish("h", SampledToken(7))
 
-    assert seen == [Progress(40, 0)]
+    assert await staying == SampledToken(7)
 
 
-async def test_followers_learn_that_a_handover_is_over() -> None:
+async def test_those_who_wait_learn_that_a_handover_is_over() -> None:
     # KV-19
     handovers = Handovers()
     handovers.begin("h")
-    following = [asyncio.create_task(follow(handovers, [])) for _ in range(3)]
+    waiting = [asyncio.create_task(handovers.first_token("h")) for _ in range(3)]
     await asyncio.sleep(0)
 
     handovers.end("h")
 
-    for task in following:
+    for task in waiting:
         with pytest.raises(KvLeaseExpired, match="is over"):
             await task
     with pytest.raises(KvLeaseExpired):
-        await follow(handovers, [])
+        await handovers.first_token("h")
     assert len(handovers) == 0
+    handovers.finish("h", SampledToken(7))
 
 
 def test_open_lease_does_not_expire_before_its_time_runs() -> None:
@@ -96,7 +91,7 @@ async def rig() -> PrefillRig:
     return PrefillRig(ScriptedEngineLoop())
 
 
-async def test_first_chunk_brings_the_handle_and_the_watch_the_rest(rig: PrefillRig) -> None:
+async def test_first_chunk_brings_the_handle_and_the_watch_the_token(rig: PrefillRig) -> None:
     engine = rig.servicer._engine
     assert isinstance(engine, ScriptedEngineLoop)
     async with prefill_stub(rig) as stub:
@@ -107,10 +102,9 @@ async def test_first_chunk_brings_the_handle_and_the_watch_the_rest(rig: Prefill
         first = (await anext(events)).progress
         handle = first.kv_handle
         watching = aiter(stub.WatchKv(prefill_pb2.WatchKvRequest(handle_id=handle.handle_id)))
-        assert (await anext(watching)).num_computed_tokens == 4
+        assert not (await anext(watching)).HasField("first_token_id")
         run.progress(8, (1, 2, 3), (7, 7, 7))
         second = (await anext(events)).progress
-        assert (await anext(watching)).num_computed_tokens == 8
         run.hold(9, 1, 2, 3)
         finished = (await anext(events)).finished
         last = await anext(watching)
@@ -120,7 +114,8 @@ async def test_first_chunk_brings_the_handle_and_the_watch_the_rest(rig: Prefill
     assert (handle.num_tokens, first.num_computed_tokens) == (10, 4)
     assert not second.HasField("kv_handle")
     assert finished.kv_handle.handle_id == handle.handle_id
-    assert (last.num_computed_tokens, last.first_token_id) == (10, 9)
+    assert last.first_token_id == 9
+    assert last.HasField("sampled_at")
 
 
 async def test_preempted_prefill_ends_its_handover(rig: PrefillRig) -> None:
