@@ -21,7 +21,11 @@ class KvTransferConfig(ServiceConfig):
         0, ge=0, le=65535, description="TCP port for other machines' agents; 0 is any free one"
     )
     num_streams: int = Field(
-        4, ge=1, le=64, description="connections over which one pull from another machine runs"
+        4,
+        ge=1,
+        le=64,
+        description="connections over which one pull from another machine runs; one that follows "
+        "a prefill takes one",
     )
     connect_timeout_s: float = Field(
         2.0, gt=0, description="bound of connecting to another machine's data port"

@@ -71,25 +71,6 @@ def split_runs(runs: Sequence[BlockRun], num_parts: int) -> list[list[BlockRun]]
     return parts
 
 
-def deal_runs(
-    runs: Sequence[BlockRun], num_parts: int, max_blocks: int
-) -> list[tuple[list[BlockRun], list[int]]]:
-    """The runs in cuts of at most `max_blocks`, dealt out to at most `num_parts` parts in turn, so
-    that the last blocks are in as many parts as can be. With each part: which of all blocks,
-    in order, its blocks are."""
-    parts: list[tuple[list[BlockRun], list[int]]] = [([], []) for _ in range(num_parts)]
-    num_cuts = num_blocks = 0
-    for run in runs:
-        for start in range(0, run.num_blocks, max_blocks):
-            count = min(max_blocks, run.num_blocks - start)
-            cuts, places = parts[num_cuts % num_parts]
-            cuts.append(BlockRun(run.source + start, run.destination + start, count))
-            places.extend(range(num_blocks, num_blocks + count))
-            num_cuts += 1
-            num_blocks += count
-    return parts[:num_cuts]
-
-
 def _check_range(block_ids: NDArray[np.int64], num_blocks: int, side: str) -> None:
     largest = int(block_ids.max())
     if largest >= num_blocks or int(block_ids.min()) < 0:

@@ -15,7 +15,7 @@ from opentelemetry import trace
 from kv_transfer_svc.filling import Filling
 from kv_transfer_svc.segments import Segment, SegmentTable
 from kv_transfer_svc.transports import block_wire
-from kv_transfer_svc.transports.block_wire import ReadRequest, WaitFor
+from kv_transfer_svc.transports.block_wire import ReadRequest
 from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch, MeshError
 from mesh.telemetry import extract_trace, is_tracing, span, use_span
 
@@ -142,14 +142,14 @@ class BlockServer:
         self, connection: socket.socket, request: ReadRequest, segment: Segment
     ) -> int | None:
         """The blocks as they lie in the segment; raises MeshError where an answer must be
-        refused. The token after them, if that is waited for."""
+        refused. The token after them, where they are followed."""
         _check_request(request, segment)
         segment.check_size()
         block_ids = request.block_ids
         segment.check_generations(block_ids, request.generations)
         for first, count in request.runs.tolist():
             segment.make_resident(first, count, for_writing=False)
-        if request.wait_for is not WaitFor.NOTHING:
+        if request.follows:
             patience = _Patience(connection, self._stall_timeout_s / _SIGNS_OF_LIFE)
             return _send_filled(connection, request, segment, patience)
         for first, count in request.runs.tolist():
@@ -211,8 +211,8 @@ class _Patience:
 
 def _send_filled(
     connection: socket.socket, request: ReadRequest, segment: Segment, patience: _Patience
-) -> int | None:
-    """Each block when it is filled; a failure to fill it is raised as MeshError."""
+) -> int:
+    """Each block when it is filled; raises MeshError if that fails. The token after the last."""
     filling = Filling(segment, request.block_ids, request.generations, patience)
     most = block_wire.piece_blocks(request.block_bytes)
     num_sent = 0
@@ -226,11 +226,8 @@ def _send_filled(
             block_wire.send_piece(connection, segment.bytes_of(slice(start, start + num_blocks)))
             start += num_blocks
             num_sent += num_blocks
-    # Each looks at all generations again, after the last byte.
-    if request.wait_for is WaitFor.TOKEN:
-        return filling.wait_for_token()
-    segment.check_generations(request.block_ids, request.generations)
-    return None
+    # The last look at the generations is behind that.
+    return filling.wait_for_token()
 
 
 def _wait_for_request(connection: socket.socket) -> bytes:

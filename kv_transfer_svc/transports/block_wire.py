@@ -1,7 +1,7 @@
 """What two agents say to each other on the data port, byte for byte.
 
     request  "PDKV" | version u16 | length u32 | body
-    body     token 16 bytes | block_bytes u64 | what to wait for u8
+    body     token 16 bytes | block_bytes u64 | whether it follows u8
              sizes of the four that follow, each u32
              engine id | traceparent or nothing
              runs: (first block u32, blocks u32), ... | generations: u32, ...
@@ -9,9 +9,9 @@
              kind u8 | length u64 | xxh3-64 u64 | payload
              or, in place of any of them, an error, whose payload is its text
 
-An answer that waits for blocks to be filled sends those that are, in pieces of any number of
-them, and says in between that it still waits. Where it waits for the token after the last
-block too, the payload of the end is the token, a u32.
+An answer that follows sends blocks when they are filled, in pieces of any number of them, and
+says in between that it still waits. The payload of its end is the token that was sampled after
+the last block, a u32.
 
 Numbers are little-endian. A connection carries one request after another; whoever finds
 anything wrong closes it, so that bytes of one answer are never taken for another's.
@@ -60,17 +60,7 @@ class Kind(IntEnum):
     WAITING = 4
 
 
-class WaitFor(IntEnum):
-    """What must be there before a block is sent, or the end."""
-
-    NOTHING = 0
-    FILLED = 1
-    # That was sampled after the last block.
-    TOKEN = 2
-
-
 _KINDS = frozenset(Kind)
-_WAITS = frozenset(WaitFor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +85,8 @@ class ReadRequest:
     generations: NDArray[np.uint32]
     # W3C's, of the span that reads; empty where nobody traces.
     traceparent: str = ""
-    wait_for: WaitFor = WaitFor.NOTHING
+    # The blocks are still being filled, in this order.
+    follows: bool = False
 
     @property
     def block_ids(self) -> NDArray[np.int64]:
@@ -121,7 +112,7 @@ def send_request(connection: socket.socket, request: ReadRequest) -> None:
     runs = request.runs.astype(_U32).tobytes()
     generations = request.generations.astype(_U32).tobytes()
     parts: Sequence[bytes] = (engine_id, traceparent, runs, generations)
-    body = _BODY.pack(request.token, request.block_bytes, request.wait_for, *map(len, parts))
+    body = _BODY.pack(request.token, request.block_bytes, request.follows, *map(len, parts))
     prefix = _PREFIX.pack(_MAGIC, _VERSION, len(body) + sum(map(len, parts)))
     connection.sendall(b"".join((prefix, body, *parts)))
 
@@ -135,9 +126,7 @@ def receive_request(connection: socket.socket, first_byte: bytes) -> ReadRequest
     if not _BODY.size <= length <= _MAX_BODY_BYTES:
         raise WireError(f"a request of {length} bytes")
     body = memoryview(_receive(connection, length))
-    token, block_bytes, wait_for, *sizes = _BODY.unpack(body[: _BODY.size])
-    if wait_for not in _WAITS:
-        raise WireError(f"nobody can wait for {wait_for}")
+    token, block_bytes, follows, *sizes = _BODY.unpack(body[: _BODY.size])
     if _BODY.size + sum(sizes) != length or any(size % _U32.itemsize for size in sizes[2:]):
         raise WireError("the parts of a request do not add up")
     parts, start = [], _BODY.size
@@ -154,7 +143,7 @@ def receive_request(connection: socket.socket, first_byte: bytes) -> ReadRequest
         runs=runs.reshape(-1, 2),
         generations=np.frombuffer(parts[3], _U32),
         traceparent=bytes(parts[1]).decode(errors="replace"),
-        wait_for=WaitFor(wait_for),
+        follows=bool(follows),
     )
 
 
@@ -209,12 +198,9 @@ def receive_end(connection: socket.socket) -> None:
     _check(_receive_frame(connection), Kind.END, 0)
 
 
-def await_end(connection: socket.socket, wait_for: WaitFor) -> int | None:
-    """The same, and the token that was sampled after the last block if that was waited for."""
+def await_end(connection: socket.socket) -> int:
+    """The same where blocks were followed: the token that was sampled after the last one."""
     frame = _await_frame(connection)
-    if wait_for is not WaitFor.TOKEN:
-        _check(frame, Kind.END, 0)
-        return None
     _check(frame, Kind.END, _NEXT_TOKEN.size)
     (token_id,) = _NEXT_TOKEN.unpack(_receive(connection, _NEXT_TOKEN.size))
     return int(token_id)

@@ -3,8 +3,6 @@
 import socket
 import ssl
 import threading
-import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,23 +10,23 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer_svc.runs import BlockRun, deal_runs, split_runs
+from kv_transfer_svc.runs import BlockRun, split_runs
 from kv_transfer_svc.segments import Segment
 from kv_transfer_svc.transports import block_wire
 from kv_transfer_svc.transports.base import (
-    Address,
     FollowingRead,
     RemoteSource,
     to_their_end,
 )
 from kv_transfer_svc.transports.block_server import shut_down
-from kv_transfer_svc.transports.block_wire import PeerError, ReadRequest, WaitFor, WireError
+from kv_transfer_svc.transports.block_wire import PeerError, ReadRequest, WireError
+from kv_transfer_svc.transports.connections import Connections
+from kv_transfer_svc.transports.segment_copy import CopyProgress
 from mesh.errors import KvTransferFailed
-from mesh.telemetry import current_traceparent
+from mesh.telemetry import Stopwatch, current_traceparent
 
 # Below this a second stream costs more than it brings.
 _MIN_STREAM_BYTES = 4 << 20
-_MAX_IDLE_CONNECTIONS = 16
 # Threads that sleep most of the time. What is beyond begins later.
 _MAX_FOLLOWERS = 64
 
@@ -49,7 +47,7 @@ class TcpTransport:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-receive")
         # Others: who waits for blocks keeps nobody from reading those that are there.
         self._followers = ThreadPoolExecutor(_MAX_FOLLOWERS, thread_name_prefix="kv-follow")
-        self._connections = _Connections(connect_timeout_s, stall_timeout_s, tls)
+        self._connections = Connections(connect_timeout_s, stall_timeout_s, tls)
 
     async def read(
         self,
@@ -73,27 +71,15 @@ class TcpTransport:
         return await _to_their_end(works, streams)
 
     async def follow(self, reading: FollowingRead) -> int:
-        """The same for blocks that are still being filled: each is sent when it is."""
-        source, runs = reading.source, reading.runs
-        parts = deal_runs(
-            runs,
-            self._num_streams_for(source, runs),
-            block_wire.piece_blocks(source.block_bytes),
-        )
+        """The same for blocks that are still being filled: each is sent when it is.
+
+        Over one connection: there is time for all but the last, and each stream is a thread to
+        wake on both sides.
+        """
         streams = _Streams(
-            self._connections, source, reading.destination, current_traceparent() or ""
+            self._connections, reading.source, reading.destination, current_traceparent() or ""
         )
-        arriving = _Arriving(reading, len(parts))
-        last = sum(run.num_blocks for run in runs) - 1
-        works = []
-        for cuts, places in parts:
-            wait_for = WaitFor.TOKEN if places[-1] == last else WaitFor.FILLED
-            works.append(
-                self._followers.submit(
-                    streams.follow, cuts, reading.generations[places], wait_for, arriving
-                )
-            )
-        return await _to_their_end(works, streams)
+        return await _to_their_end([self._followers.submit(streams.follow, reading)], streams)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)
@@ -110,7 +96,7 @@ class _Streams:
 
     def __init__(
         self,
-        connections: "_Connections",
+        connections: Connections,
         source: RemoteSource,
         destination: Segment,
         traceparent: str,
@@ -128,19 +114,14 @@ class _Streams:
         with self._connection() as connection:
             return self._receive(connection, runs, generations)
 
-    def follow(
-        self,
-        runs: Sequence[BlockRun],
-        generations: NDArray[np.uint32],
-        wait_for: WaitFor,
-        arriving: "_Arriving",
-    ) -> int:
+    def follow(self, reading: FollowingRead) -> int:
         """The same as the source fills its own; in a thread."""
         with self._connection() as connection:
-            self._ask(connection, runs, generations, wait_for)
-            num_bytes = self._receive_as_filled(connection, runs, arriving)
-            next_token_id = block_wire.await_end(connection, wait_for)
-        arriving.end_stream(next_token_id)
+            self._ask(connection, reading.runs, reading.generations, follows=True)
+            num_bytes = self._receive_as_filled(connection, reading.runs, reading.progress)
+            next_token_id = block_wire.await_end(connection)
+        reading.progress.next_token_id = next_token_id
+        reading.on_arrival(next_token_id)
         return num_bytes
 
     def cut(self) -> None:
@@ -183,7 +164,7 @@ class _Streams:
         runs: Sequence[BlockRun],
         generations: NDArray[np.uint32],
     ) -> int:
-        self._ask(connection, runs, generations, WaitFor.NOTHING)
+        self._ask(connection, runs, generations)
         num_bytes = 0
         for run in runs:
             self._destination.make_resident(run.destination, run.num_blocks, for_writing=True)
@@ -197,30 +178,30 @@ class _Streams:
         return num_bytes
 
     def _receive_as_filled(
-        self, connection: socket.socket, runs: Sequence[BlockRun], arriving: "_Arriving"
+        self, connection: socket.socket, runs: Sequence[BlockRun], progress: CopyProgress
     ) -> int:
         for run in runs:
             # While there is time.
             self._destination.make_resident(run.destination, run.num_blocks, for_writing=True)
-        block_bytes, num_bytes = self._source.block_bytes, 0
         for run in runs:
-            room = self._destination.bytes_of(
-                slice(run.destination, run.destination + run.num_blocks)
-            )
+            blocks = slice(run.destination, run.destination + run.num_blocks)
+            room = self._destination.bytes_of(blocks)
             while len(room):
-                frame = block_wire.await_piece(connection, len(room), block_bytes)
-                with arriving.piece(frame.num_bytes):
-                    block_wire.receive_payload(connection, frame, room[: frame.num_bytes])
-                num_bytes += frame.num_bytes
+                frame = block_wire.await_piece(connection, len(room), self._source.block_bytes)
+                stopwatch = Stopwatch()
+                block_wire.receive_payload(connection, frame, room[: frame.num_bytes])
+                progress.copy_s += stopwatch.elapsed_s
+                progress.num_bytes += frame.num_bytes
                 room = room[frame.num_bytes :]
-        return num_bytes
+        return progress.num_bytes
 
     def _ask(
         self,
         connection: socket.socket,
         runs: Sequence[BlockRun],
         generations: NDArray[np.uint32],
-        wait_for: WaitFor,
+        *,
+        follows: bool = False,
     ) -> None:
         source = self._source
         request = ReadRequest(
@@ -230,115 +211,9 @@ class _Streams:
             np.array([(run.source, run.num_blocks) for run in runs], np.uint32),
             generations,
             self._traceparent,
-            wait_for,
+            follows,
         )
         block_wire.send_request(connection, request)
-
-
-class _Arriving:
-    """What the streams of a following read receive, together."""
-
-    def __init__(self, reading: FollowingRead, num_streams: int) -> None:
-        self._progress = reading.progress
-        self._on_arrival = reading.on_arrival
-        self._lock = threading.Lock()
-        self._num_streams_left = num_streams
-        self._num_pieces_now = 0
-        self._busy_since = 0.0
-
-    @contextmanager
-    def piece(self, num_bytes: int) -> Iterator[None]:
-        """Count what is received inside the block, and the time in which any stream does so."""
-        with self._lock:
-            if self._num_pieces_now == 0:
-                self._busy_since = time.perf_counter()
-            self._num_pieces_now += 1
-        try:
-            yield
-        except BaseException:
-            num_bytes = 0
-            raise
-        finally:
-            with self._lock:
-                self._num_pieces_now -= 1
-                if self._num_pieces_now == 0:
-                    self._progress.copy_s += time.perf_counter() - self._busy_since
-                self._progress.num_bytes += num_bytes
-
-    def end_stream(self, next_token_id: int | None) -> None:
-        """A stream has received all it was to; one has the token too."""
-        with self._lock:
-            if next_token_id is not None:
-                self._progress.next_token_id = next_token_id
-            self._num_streams_left -= 1
-            if self._num_streams_left:
-                return
-        token_id = self._progress.next_token_id
-        assert token_id is not None, "one of the streams waits for it"
-        self._on_arrival(token_id)
-
-
-class _Connections:
-    """Connections to data ports, opened when needed and kept for the next read."""
-
-    def __init__(
-        self, connect_timeout_s: float, stall_timeout_s: float, tls: ssl.SSLContext | None
-    ) -> None:
-        self._connect_timeout_s = connect_timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._tls = tls
-        self._lock = threading.Lock()
-        self._idle: dict[Address, list[socket.socket]] = defaultdict(list)
-
-    @contextmanager
-    def lend(self, source: RemoteSource) -> Iterator[socket.socket]:
-        """A connection for one read; after a failure nobody gets it again."""
-        connection = self._take_idle(source.data_address) or self._connect(source)
-        try:
-            yield connection
-        except BaseException:
-            connection.close()
-            raise
-        with self._lock:
-            idle = self._idle[source.data_address]
-            idle.append(connection)
-            surplus = idle.pop(0) if len(idle) > _MAX_IDLE_CONNECTIONS else None
-        if surplus is not None:
-            surplus.close()
-
-    def close(self) -> None:
-        with self._lock:
-            for idle in self._idle.values():
-                for connection in idle:
-                    connection.close()
-            self._idle.clear()
-
-    def _take_idle(self, address: Address) -> socket.socket | None:
-        while True:
-            with self._lock:
-                idle = self._idle.get(address)
-                connection = idle.pop() if idle else None
-                if not idle:
-                    self._idle.pop(address, None)
-            if connection is None or not block_wire.has_ended(connection):
-                return connection
-            connection.close()
-
-    def _connect(self, source: RemoteSource) -> socket.socket:
-        if source.uses_tls != (self._tls is not None):
-            ours, theirs = ("has", "none") if self._tls is not None else ("has no", "one")
-            raise KvTransferFailed(f"this agent {ours} TLS certificate, the other has {theirs}")
-        host, _ = source.data_address
-        connection = socket.create_connection(source.data_address, self._connect_timeout_s)
-        try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_hostname=host)
-            connection.settimeout(self._stall_timeout_s)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
 
 async def _to_their_end(works: Sequence["Future[int]"], streams: _Streams) -> int:

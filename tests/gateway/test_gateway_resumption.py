@@ -63,6 +63,23 @@ async def test_decode_that_fails_goes_on_without_losing_or_repeating_a_token(
     await eventually(lambda: mesh.tokenizer.num_open == 0 and not mesh.prefill.held)
 
 
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("after", [4, 6])
+async def test_stop_string_that_the_failure_divides_is_found(
+    http: httpx.AsyncClient, mesh: FakeMesh, after: int, local: bool
+) -> None:
+    # KV-26: what was held back for it on the first worker is not lost, and not sent.
+    mesh.scheduler.local = local
+    mesh.decode.faults = [Fault(after=after, error=WorkerUnavailable("gone"))]
+
+    text, usage, payloads = await ask(http, stop="lo, wo")
+
+    assert text == "Hel"
+    assert usage["completion_tokens"] == len("Hello, wo")
+    assert [p["choices"][0]["finish_reason"] for p in payloads[:-2]][-1] == "stop"
+    assert sum(len(decode.requests) for decode in mesh.decodes) == 2
+
+
 async def test_resumption_starts_from_the_tokens_that_exist(
     http: httpx.AsyncClient, mesh: FakeMesh
 ) -> None:

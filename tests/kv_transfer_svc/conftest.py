@@ -1,6 +1,7 @@
-"""What the transfer agent's tests stand on: segment files in shared memory."""
+"""What the transfer agent's tests stand on: segment files in shared memory, certificates."""
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from kv_transfer_svc.segments import SegmentSpec
+from kv_transfer_svc.tls import TlsFiles
 
 MakeSegment = Callable[..., SegmentSpec]
 
@@ -31,3 +33,17 @@ def make_segment() -> Iterator[MakeSegment]:
     yield make
     for path in paths:
         path.unlink()
+
+
+@pytest.fixture(scope="session")
+def tls_files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """A certificate for 127.0.0.1 that is its own authority."""
+    folder = tmp_path_factory.mktemp("tls")
+    files = TlsFiles(folder / "cert.pem", folder / "key.pem", folder / "cert.pem")
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 "
+        f"-subj /CN=agent -addext subjectAltName=IP:127.0.0.1 "
+        f"-keyout {files.key} -out {files.certificate}"
+    )
+    subprocess.run(command.split(), check=True, capture_output=True)
+    return files

@@ -3,9 +3,10 @@
 import asyncio
 import mmap
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from engine.block_marks import BlockMarks
 from kv_transfer_svc.pulls import Moved, Pull
 from kv_transfer_svc.segments import Segment, SegmentSpec
+from kv_transfer_svc.tls import TlsFiles
+from kv_transfer_svc.transports import block_wire
 from mesh.errors import InvalidRequest, KvTransferFailed
 from tests.transfer_agents import RunningAgent, start_agent
 from tests.worker_wire import wait_until
@@ -89,6 +92,16 @@ class Rig:
 
     def leave(self) -> None:
         self.attachment.__exit__(None, None, None)
+
+
+@asynccontextmanager
+async def machines_with(folder: Path, **settings: Any) -> AsyncIterator[Rig]:
+    """Two machines."""
+    async with AsyncExitStack() as stack:
+        agents = [await start_agent(**settings) for _ in range(2)]
+        for agent in agents:
+            stack.push_async_callback(agent.stop)
+        yield Rig(folder, *agents)
 
 
 @pytest.fixture(params=[1, 2], ids=["one machine", "two machines"])
@@ -192,6 +205,73 @@ async def test_pull_that_cannot_follow_is_refused(rig: Rig) -> None:
     rig.attachment.__enter__()
     with pytest.raises(KvTransferFailed, match="does not tell"):
         await rig.start()
+
+
+async def test_prefill_that_takes_longer_than_a_stall_is_waited_for(tmp_path: Path) -> None:
+    # KV-19: the other agent says that it waits.
+    async with machines_with(tmp_path, stall_timeout_s=0.3) as rig:
+        pulling = rig.start()
+        rig.source.fill(2)
+        await rig.until_moved(1)
+
+        done, _ = await asyncio.wait([pulling], timeout=1)
+
+        assert not done
+        rig.source.fill(3, 7, next_token_id=5)
+        assert (await asyncio.wait_for(pulling, 5)).next_token_id == 5
+
+
+async def test_blocks_are_followed_over_tls(tmp_path: Path, tls_files: TlsFiles) -> None:
+    async with machines_with(tmp_path, stall_timeout_s=0.5, tls=tls_files) as rig:
+        for token_id in (41, 42):
+            pulling = rig.start()
+            rig.source.fill(2)
+            # Long enough for the other agent to say that it waits.
+            await asyncio.wait([pulling], timeout=0.4)
+            rig.source.fill(3, 7, next_token_id=token_id)
+
+            await asyncio.wait_for(pulling, 5)
+
+            assert rig.destination.block(5) == rig.source.block(3)
+            assert rig.destination.block(4) == rig.source.block(7)
+
+
+async def test_agent_that_falls_silent_while_it_is_followed_ends_the_pull(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # KV-19: SIGSTOP, or a network that swallows everything.
+    monkeypatch.setattr(block_wire, "send_waiting", lambda connection: None)
+    async with machines_with(tmp_path, stall_timeout_s=0.3) as rig:
+        pulling = rig.start()
+        rig.source.fill(2)
+
+        with pytest.raises(KvTransferFailed, match="timed out"):
+            await asyncio.wait_for(pulling, 5)
+
+
+async def test_agent_lets_go_of_blocks_that_nobody_waits_for_any_more(rig: Rig) -> None:
+    # KV-16
+    pulling = rig.start()
+    rig.source.fill(2)
+    await rig.until_moved(1)
+
+    pulling.cancel()
+    await asyncio.wait([pulling])
+    rig.leave()
+
+    await wait_until(lambda: not rig.segment.is_mapped, timeout_s=5)
+
+
+async def test_next_read_takes_the_connection_of_one_that_followed(tmp_path: Path) -> None:
+    async with machines_with(tmp_path) as rig:
+        for token_id in (1, 2):
+            rig.source.fill(2, 3, 7, next_token_id=token_id)
+            assert (await asyncio.wait_for(rig.start(), 5)).next_token_id == token_id
+        await asyncio.wait_for(rig.start("plain", follows=False), 5)
+
+        network = rig.there.agent.network
+        assert network is not None
+        assert len(network.block_server._connections) == 1
 
 
 async def test_destination_is_told_by_its_own_marks(rig: Rig) -> None:

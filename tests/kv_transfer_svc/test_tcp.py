@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import subprocess
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
@@ -20,7 +19,8 @@ from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment, SegmentSpec
 from kv_transfer_svc.tls import TlsFiles
 from kv_transfer_svc.transports import block_wire
-from kv_transfer_svc.transports.base import RemoteSource
+from kv_transfer_svc.transports.base import FollowingRead, RemoteSource
+from kv_transfer_svc.transports.segment_copy import CopyProgress
 from kv_transfer_svc.transports.tcp import TcpTransport
 from mesh import telemetry
 from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch
@@ -297,6 +297,66 @@ async def test_answer_that_is_not_whole_fails_the_read(
     misbehaving.done.set()
 
 
+def waiting_then_a_wrong_bit(connection: socket.socket, spec: SegmentSpec) -> None:
+    block_wire.send_waiting(connection)
+    piece_with_a_wrong_bit(connection, spec)
+
+
+def half_a_block(connection: socket.socket, spec: SegmentSpec) -> None:
+    block_wire.send_piece(connection, memoryview(bytes(spec.block_bytes // 2)))
+
+
+def end_without_a_token(connection: socket.socket, spec: SegmentSpec) -> None:
+    block_wire.send_piece(connection, memoryview(bytes(spec.block_bytes)))
+    block_wire.send_end(connection)
+
+
+def token_without_a_piece(connection: socket.socket, spec: SegmentSpec) -> None:
+    block_wire.send_end(connection, 7)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (waiting_then_a_wrong_bit, "checksum differs"),
+        (piece_of_another_size, "5001 bytes instead"),
+        (half_a_block, "2500 bytes instead"),
+        (half_a_piece, "ended in the middle"),
+        (token_without_a_piece, "frame 2"),
+        (end_without_a_token, "0 bytes instead of 2 with 4"),
+        (complaint, "reused meanwhile"),
+        (silence, "timed out"),
+    ],
+)
+async def test_answer_that_is_not_whole_fails_the_read_that_follows(
+    start: StartAgent,
+    make_segment: MakeSegment,
+    answer: Callable[[socket.socket, SegmentSpec], None],
+    problem: str,
+) -> None:
+    # KV-20
+    here = await start(stall_timeout_s=0.3)
+    destination = here.attach(make_segment("d"))
+    misbehaving = Misbehaving(answer)
+    assert here.agent.network is not None
+    arrived: list[int] = []
+
+    with pytest.raises(KvTransferFailed, match=problem):
+        await here.agent.network.tcp.follow(
+            FollowingRead(
+                misbehaving.source(make_segment("p")),
+                destination,
+                [BlockRun(1, 1, 1)],
+                np.ones(1, np.uint32),
+                CopyProgress(),
+                arrived.append,
+            )
+        )
+
+    assert arrived == []
+    misbehaving.done.set()
+
+
 async def test_cancelled_pull_writes_nothing_after_its_end(
     start: StartAgent, make_segment: MakeSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,20 +508,6 @@ async def test_garbage_on_the_data_port_is_hung_up_on(
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""
         writer.close()
-
-
-@pytest.fixture(scope="session")
-def tls_files(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
-    """A certificate for 127.0.0.1 that is its own authority."""
-    folder = tmp_path_factory.mktemp("tls")
-    files = TlsFiles(folder / "cert.pem", folder / "key.pem", folder / "cert.pem")
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 "
-        f"-subj /CN=agent -addext subjectAltName=IP:127.0.0.1 "
-        f"-keyout {files.key} -out {files.certificate}"
-    )
-    subprocess.run(command.split(), check=True, capture_output=True)
-    return files
 
 
 async def test_blocks_arrive_over_tls(
