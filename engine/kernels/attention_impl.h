@@ -23,8 +23,16 @@ class Scratch {
 };
 
 static inline const float* query_at(const AttentionTask& task, std::int64_t i) {
-  return task.queries + i / task.num_heads * task.query_stride +
-         i % task.num_heads * task.kv.head_dim;
+  const std::int64_t row = i / task.num_heads;
+  const float* heads =
+      task.rows != nullptr ? task.rows[row].queries : task.queries + row * task.query_stride;
+  return heads + i % task.num_heads * task.kv.head_dim;
+}
+
+// Where the state of a query goes that others will merge with those of other segments.
+static inline float* partial_at(const AttentionTask& task, std::int64_t i, std::int64_t floats) {
+  if (task.rows == nullptr) return task.partial + i * floats;
+  return task.rows[i / task.num_heads].partial + i % task.num_heads * floats;
 }
 
 static void open_state(float* state, float* lanes, std::int64_t padded) {
@@ -174,7 +182,7 @@ class RowAttention {
       if (task_.partial == nullptr) {
         fold(running_ + i * state_floats_, state, padded_, segment.first_key == 0);
       } else {
-        std::memcpy(task_.partial + i * state_floats_, state,
+        std::memcpy(partial_at(task_, i, state_floats_), state,
                     static_cast<std::size_t>(padded_ + 2) * 4);
       }
     }

@@ -91,6 +91,12 @@ struct KvView {
 constexpr std::int64_t kKeyChunk = 64;
 constexpr std::int64_t kKeySegment = 256;
 
+// Where one row's heads of a KV head are, and where their states go.
+struct AttentionRow {
+  const float* queries;
+  float* partial;
+};
+
 struct AttentionTask {
   KvView kv;
   const std::int64_t* block_table;
@@ -102,6 +108,8 @@ struct AttentionTask {
   std::int64_t first_segment;
   std::int64_t num_segments;
   float* partial;  // where one segment's states go, or null to finish into `out`
+  // In place of `queries` and `partial`: rows of several sequences, which see all of the segment.
+  const AttentionRow* rows;
   float* out;
   std::int64_t out_stride;
   float* scratch;

@@ -12,10 +12,6 @@ namespace pdmesh {
 
 namespace {
 
-// Sequences with at most this many rows are split by key segment, longer ones by rows.
-constexpr std::int64_t kFewRows = 8;
-// Rows that share a loading of keys: many, but enough slabs for the threads to balance.
-constexpr std::int64_t kMinSlabRows = 16, kMaxSlabRows = 64, kSlabsPerThread = 8;
 // Products of a layer, and in how many pieces a thread takes its share of one.
 constexpr std::int64_t kProducts = 4, kPieces = 8;
 
@@ -31,15 +27,15 @@ Model::Model(const pdmesh_config& config, const Kernels& kernels)
       kv_size_(config.num_kv_heads * config.head_dim),
       max_k_(std::max({config.hidden_size, config.intermediate_size, query_size_})),
       pool_(config.num_threads),
+      attention_(config, config.num_threads),
       attention_scratch_(static_cast<std::size_t>(config.num_threads)),
       linear_scratch_(static_cast<std::size_t>(config.num_threads)),
       samplers_(static_cast<std::size_t>(config.num_threads)),
       next_item_(new std::atomic<std::int64_t>[static_cast<std::size_t>(config.num_layers)]),
       taken_(new Taken[static_cast<std::size_t>((config.num_layers * kProducts + 1) *
                                                 config.num_threads)]) {
-  const std::int64_t heads_per_kv = config.num_heads / config.num_kv_heads;
   for (auto& scratch : attention_scratch_) {
-    scratch.reserve(attention_scratch_floats(config.head_dim, kMaxSlabRows * heads_per_kv));
+    scratch.reserve(attention_scratch_floats(config.head_dim, attention_.max_item_queries()));
   }
   for (auto& scratch : linear_scratch_) scratch.reserve(linear_scratch_bytes(max_k_));
 }
@@ -107,7 +103,7 @@ Status Model::forward(const pdmesh_batch& batch) {
   batch_ = &batch;
   try {
     reserve(batch);
-    plan_attention();
+    plan();
   } catch (const std::bad_alloc&) {
     return Status::kOutOfMemory;
   }
@@ -115,55 +111,11 @@ Status Model::forward(const pdmesh_batch& batch) {
   return Status::kOk;
 }
 
-void Model::plan_attention() {
-  items_.clear();
-  row_sequence_.assign(static_cast<std::size_t>(batch_->num_rows), 0);
-  sequence_partial_.assign(static_cast<std::size_t>(batch_->num_seqs), -1);
-  std::int64_t floats = 0;
-  for (std::int64_t seq = 0; seq < batch_->num_seqs; ++seq) {
-    const std::int64_t begin = batch_->query_starts[seq], end = batch_->query_starts[seq + 1];
-    std::fill(row_sequence_.begin() + begin, row_sequence_.begin() + end, seq);
-    const std::int64_t segments = ceil_div(batch_->seq_lens[seq], kKeySegment);
-    if (end - begin <= kFewRows && segments > 1) {
-      sequence_partial_[static_cast<std::size_t>(seq)] = floats;
-      floats += segments * (end - begin) * config_.num_heads *
-                attention_state_floats(config_.head_dim);
-    }
-    plan_sequence(seq);
-  }
-  partial_.reserve(floats);
+void Model::plan() {
+  attention_.make(*batch_, qkv_.data(), query_size_ + 2 * kv_size_);
   for (std::int64_t layer = 0; layer < config_.num_layers; ++layer) next_item_[layer] = 0;
   const std::int64_t products = config_.num_layers * kProducts + 1;
   for (std::int64_t i = 0; i < products * pool_.size(); ++i) taken_[i].units = 0;
-}
-
-void Model::plan_sequence(std::int64_t seq) {
-  const std::int64_t begin = batch_->query_starts[seq], end = batch_->query_starts[seq + 1];
-  const std::int64_t partial = sequence_partial_[static_cast<std::size_t>(seq)];
-  const std::int64_t first_position = batch_->seq_lens[seq] - (end - begin);
-  const std::int64_t head_floats = (end - begin) * (config_.num_heads / config_.num_kv_heads) *
-                                   attention_state_floats(config_.head_dim);
-  if (partial >= 0) {
-    const std::int64_t segments = ceil_div(batch_->seq_lens[seq], kKeySegment);
-    for (std::int64_t segment = 0; segment < segments; ++segment) {
-      for (std::int64_t head = 0; head < config_.num_kv_heads; ++head) {
-        const std::int64_t offset = partial + (segment * config_.num_kv_heads + head) * head_floats;
-        items_.push_back({seq, head, begin, end - begin, segment, 1, offset});
-      }
-    }
-    return;
-  }
-  // The last rows have most keys: they go first, so that no thread ends with a long item.
-  const std::int64_t even = (end - begin) * config_.num_kv_heads / (kSlabsPerThread * pool_.size());
-  const std::int64_t slab_rows = std::min(std::max(even, kMinSlabRows), kMaxSlabRows);
-  for (std::int64_t slab = ceil_div(end - begin, slab_rows) - 1; slab >= 0; --slab) {
-    const std::int64_t first = begin + slab * slab_rows;
-    const std::int64_t count = std::min(slab_rows, end - first);
-    const std::int64_t length = first_position + (first - begin) + count;
-    for (std::int64_t head = 0; head < config_.num_kv_heads; ++head) {
-      items_.push_back({seq, head, first, count, 0, ceil_div(length, kKeySegment), -1});
-    }
-  }
 }
 
 Model::Range Model::share(std::int64_t count, int thread) const {
@@ -221,7 +173,9 @@ void Model::norm(int thread, const float* weight, const Linear& next) {
 
 void Model::merge_and_quantize(int thread, const Linear& next) {
   const Range range = share(batch_->num_rows, thread);
-  for (std::int64_t row = range.begin; row < range.end; ++row) merge_row(row);
+  for (std::int64_t row = range.begin; row < range.end; ++row) {
+    attention_.merge_row(kernels_, row, attended_.data() + row * query_size_);
+  }
   quantize(thread, next, attended_.data());
 }
 
@@ -273,7 +227,7 @@ void Model::rotate_and_store(int thread, std::int64_t layer) {
 }
 
 void Model::attend(int thread, std::int64_t layer) {
-  const std::int64_t count = static_cast<std::int64_t>(items_.size());
+  const std::int64_t count = static_cast<std::int64_t>(attention_.items().size());
   AttentionTask tasks[2];
   std::int64_t index = next_item_[layer].fetch_add(1);
   if (index < count) tasks[0] = attention_task(thread, layer, index);
@@ -287,45 +241,27 @@ void Model::attend(int thread, std::int64_t layer) {
 }
 
 AttentionTask Model::attention_task(int thread, std::int64_t layer, std::int64_t index) {
-  const AttentionItem& item = items_[static_cast<std::size_t>(index)];
+  const AttentionPlan::Item& item = attention_.items()[static_cast<std::size_t>(index)];
   const std::int64_t heads_per_kv = config_.num_heads / config_.num_kv_heads;
   const std::int64_t stride = query_size_ + 2 * kv_size_;
   const std::int64_t head_offset = item.kv_head * heads_per_kv * config_.head_dim;
   AttentionTask task;
   task.kv = kv_layout_.view(batch_->kv_cache, layer, item.kv_head);
   task.block_table = batch_->block_tables + item.sequence * batch_->max_blocks;
-  task.first_position = batch_->positions[item.first_row];
+  task.first_position = item.first_position;
   task.num_rows = item.num_rows;
   task.num_heads = heads_per_kv;
   task.queries = qkv_.data() + item.first_row * stride + head_offset;
   task.query_stride = stride;
   task.first_segment = item.first_segment;
   task.num_segments = item.num_segments;
-  task.partial = item.partial < 0 ? nullptr : partial_.data() + item.partial;
+  task.partial = item.partial;
+  task.rows = item.rows;
   task.out = attended_.data() + item.first_row * query_size_ + head_offset;
   task.out_stride = query_size_;
   task.scratch = attention_scratch_[static_cast<std::size_t>(thread)].data();
   task.next = nullptr;
   return task;
-}
-
-void Model::merge_row(std::int64_t row) {
-  const std::int64_t seq = row_sequence_[static_cast<std::size_t>(row)];
-  const std::int64_t partial = sequence_partial_[static_cast<std::size_t>(seq)];
-  if (partial < 0) return;
-  const std::int64_t begin = batch_->query_starts[seq];
-  const std::int64_t heads_per_kv = config_.num_heads / config_.num_kv_heads;
-  const std::int64_t state_floats = attention_state_floats(config_.head_dim);
-  const std::int64_t kv_head_floats =
-      (batch_->query_starts[seq + 1] - begin) * heads_per_kv * state_floats;
-  const std::int64_t segment_floats = config_.num_kv_heads * kv_head_floats;
-  const std::int64_t segments = ceil_div(batch_->positions[row] + 1, kKeySegment);
-  for (std::int64_t head = 0; head < config_.num_heads; ++head) {
-    const float* states = partial_.data() + partial + head / heads_per_kv * kv_head_floats +
-                          ((row - begin) * heads_per_kv + head % heads_per_kv) * state_floats;
-    kernels_.merge(states, segment_floats, segments, config_.head_dim,
-                   attended_.data() + row * query_size_ + head * config_.head_dim);
-  }
 }
 
 void Model::head(int thread) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "attention_plan.h"
 #include "kernels.h"
 #include "pdmesh_kernels.h"
 #include "pool.h"
@@ -24,10 +25,6 @@ class Model {
                 const pdmesh_sampling* params, std::int64_t* token_ids);
 
  private:
-  struct AttentionItem {
-    std::int64_t sequence, kv_head, first_row, num_rows, first_segment, num_segments;
-    std::int64_t partial;  // offset of its states, or -1 when it finishes by itself
-  };
   struct Range {
     std::int64_t begin, end;
   };
@@ -38,8 +35,7 @@ class Model {
 
   Status check(const pdmesh_batch& batch) const;
   void reserve(const pdmesh_batch& batch);
-  void plan_attention();
-  void plan_sequence(std::int64_t sequence);
+  void plan();
   Range share(std::int64_t count, int thread) const;
 
   void run(int thread);
@@ -53,7 +49,6 @@ class Model {
   void rotate_and_store(int thread, std::int64_t layer);
   void attend(int thread, std::int64_t layer);
   AttentionTask attention_task(int thread, std::int64_t layer, std::int64_t index);
-  void merge_row(std::int64_t row);
   void head(int thread);
 
   const pdmesh_config config_;
@@ -63,13 +58,12 @@ class Model {
   const std::int64_t query_size_, kv_size_, max_k_;
   ThreadPool pool_;
 
-  Buffer<float> normed_, qkv_, attended_, activated_, partial_;
+  AttentionPlan attention_;
+  Buffer<float> normed_, qkv_, attended_, activated_;
   ActivationRows rows_;
   std::vector<Buffer<float>> attention_scratch_;
   std::vector<Buffer<std::uint8_t>> linear_scratch_;
   std::vector<Sampler> samplers_;
-  std::vector<AttentionItem> items_;
-  std::vector<std::int64_t> row_sequence_, sequence_partial_;
   std::unique_ptr<std::atomic<std::int64_t>[]> next_item_;  // one counter per layer
   std::unique_ptr<Taken[]> taken_;                          // [products][threads]
 

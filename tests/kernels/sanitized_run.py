@@ -22,6 +22,9 @@ def main(path: str) -> None:
             logits = runner.run(
                 Piece(tokens[290:291], 290, long_blocks), Piece(tokens[9:30], 9, short_blocks)
             )
+            forks = [[*long_blocks[:70], *range(n, n + 10)] for n in (100, 110)]
+            runner.run(*(Piece(tokens[280:284], 280, blocks) for blocks in forks))
+            runner.run(*(Piece(tokens[284:285], 284, blocks) for blocks in forks))
             params = np.zeros(len(logits), dtype=SAMPLING_DTYPE)
             params["temperature"], params["top_p"] = 1, np.linspace(0, 1, len(logits))
             params["top_k"] = np.arange(len(logits))

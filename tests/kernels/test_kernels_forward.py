@@ -1,6 +1,7 @@
 """Whole forward passes: against float64, and bit by bit across batches, chunks and threads."""
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,58 @@ def test_neighbours_in_random_batches_do_not_show(
             assert np.array_equal(logits[row : row + steps[i]], wanted)
             row += steps[i]
             computed[i] += steps[i]
+
+
+@pytest.mark.parametrize("level", ["amx", "avx512", "avx2", "portable"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("block_size", [4, 5])
+def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
+    library: Library, level: str, kv_format: KvFormat, block_size: int
+) -> None:
+    if library.level(level) is None:
+        pytest.skip(f"this machine has no {level}")
+    runner = make_runner(
+        library,
+        kv_format=kv_format,
+        num_threads=2,
+        level=level,
+        block_size=block_size,
+        num_blocks=400,
+    )
+    stem = make_tokens(560)
+    branch = stem[:300] + make_tokens(260, seed=1)
+    free = iter(range(runner.num_blocks))
+    stem_blocks = list(islice(free, 560 // block_size))
+    branch_blocks = stem_blocks[: 300 // block_size] + list(islice(free, 260 // block_size))
+    runner.run(Piece(stem, 0, stem_blocks))
+    runner.run(Piece(branch[300:], 300, branch_blocks))
+    # Tokens, how many of them are another's, and how many the step computes. Eighteen rows are
+    # more than one piece takes.
+    forest = [
+        *((stem[:540] + make_tokens(4, seed=i), 540, 1) for i in range(2, 20)),
+        (stem[:540] + make_tokens(9, seed=20), 540, 8),
+        (branch + make_tokens(3, seed=21), 560, 2),
+        (branch + make_tokens(8, seed=22), 560, 5),
+        (stem[:240] + make_tokens(200, seed=23), 240, 1),  # shares less than a segment
+        (stem[:514], 500, 2),  # its rows begin where the second segment ends
+        (stem[:513], 500, 2),  # and one before
+        *[(stem[:515], 515, 5)] * 2,  # some of its rows are in what others have as well
+        (stem[:540] + make_tokens(40, seed=24), 540, 30),  # too many rows
+    ]
+    pieces = []
+    for token_ids, num_shared, num_rows in forest:
+        parents = branch_blocks if token_ids[:560] == branch else stem_blocks
+        shared = parents[: num_shared // block_size]
+        blocks = [*shared, *islice(free, -(-len(token_ids) // block_size) - len(shared))]
+        first, end = len(shared) * block_size, len(token_ids) - num_rows
+        if first < end:
+            runner.run(Piece(token_ids[first:end], first, blocks))
+        pieces.append(Piece(token_ids[end:], end, blocks))
+
+    alone = [runner.run(piece) for piece in pieces]
+    together = runner.run(*pieces)
+
+    assert np.array_equal(together, np.concatenate(alone))
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
