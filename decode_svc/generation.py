@@ -31,16 +31,8 @@ class Transfer:
 class Generator:
     """Runs requests. A KV handle changes where the prompt's KV comes from and nothing else."""
 
-    def __init__(
-        self,
-        engine: EnginePort,
-        streams: ActiveStreams,
-        importer: KvImporter,
-        untiered: EnginePort | None = None,
-    ) -> None:
-        """`untiered` is the same engine without a look into colder tiers."""
+    def __init__(self, engine: EnginePort, streams: ActiveStreams, importer: KvImporter) -> None:
         self._engine = engine
-        self._untiered = untiered or engine
         self._streams = streams
         self._importer = importer
 
@@ -50,8 +42,6 @@ class Generator:
         remote: RemoteKv | None,
         transfer: Transfer,
         span: Span,
-        *,
-        skips_tiers: bool = False,
     ) -> AsyncGenerator[list[TokenOutput], None]:
         """Yield tokens, each time all that are there; raises MeshError.
 
@@ -80,8 +70,7 @@ class Generator:
                     request_id=f"{request.request_id}/again",
                     output_token_ids=[*request.output_token_ids, *transfer.first_token_ids],
                 )
-        engine = self._untiered if skips_tiers else self._engine
-        async with self._streams.open(run_request(engine, request)) as events:
+        async with self._streams.open(run_request(self._engine, request)) as events:
             async for batch in events:
                 if tokens := _tokens(batch, span):
                     yield tokens

@@ -55,9 +55,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         num_tokens = num_fed_tokens = 0
         try:
             with run_span("decode.run", decoding) as span:
-                outputs = self._generator.generate(
-                    decoding, remote, transfer, span, skips_tiers=request.skips_tiers
-                )
+                outputs = self._generator.generate(decoding, remote, transfer, span)
                 async with aclosing(outputs):
                     async for tokens in outputs:
                         load.take()
@@ -112,6 +110,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             output_token_ids=list(request.output_token_ids),
             sampling_params=translate.to_sampling_params(request.sampling_params),
             cache_salt=request.cache_salt,
+            num_tiered_tokens=translate.to_num_tiered_tokens(request),
         )
 
 
@@ -184,7 +183,7 @@ def decode_service(config: DecodeConfig) -> Service:
             arrivals=arrivals,
             block_bytes=worker.loaded.engine.block_bytes,
         )
-        generator = Generator(worker.requests, worker.streams, importer, untiered=worker.engine)
+        generator = Generator(worker.requests, worker.streams, importer)
         feeds = Feeds()
         worker.server.add(
             decode_pb2_grpc.add_DecodeServiceServicer_to_server,

@@ -26,6 +26,16 @@ class ScheduledRequest:
     draft_token_ids: Sequence[int] = ()
 
     @property
+    def is_continued(self) -> bool:
+        """Earlier steps have computed some of its prompt."""
+        return self.request.num_computed_tokens > (self.request.num_cached_tokens or 0)
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens before each of those that the step computes, on average."""
+        return self.request.num_computed_tokens + (self.num_tokens - 1) / 2
+
+    @property
     def num_rows(self) -> int:
         return self.num_tokens + len(self.draft_token_ids)
 
@@ -173,6 +183,13 @@ class Batcher:
         first = request.num_computed_tokens // block_size
         return request.block_keys[first : (request.num_tokens - 1) // block_size]
 
+    def _is_in_tiers(self, request: Request) -> bool:
+        """Whether colder tiers may have more of a request than the prefix cache has."""
+        num_tiered_tokens = request.num_tiered_tokens
+        if num_tiered_tokens is not None and num_tiered_tokens <= request.num_computed_tokens:
+            return False
+        return bool(self.keys_not_cached(request))
+
     def count_tier_hit(self, request: Request, num_tokens: int) -> None:
         """Colder tiers had KV of the prompt that the prefix cache did not have."""
         num_cached_tokens = min(
@@ -254,7 +271,7 @@ class Batcher:
             self.waiting.pop(0)
             if request.awaits_remote_kv and request.tiered_kv:
                 # What the prefix cache has needs no colder tier.
-                request.awaits_remote_kv = bool(self.keys_not_cached(request))
+                request.awaits_remote_kv = self._is_in_tiers(request)
             if request.awaits_remote_kv:
                 self.waiting_for_remote.append(request)
                 request.enter(RequestStatus.WAITING_FOR_REMOTE_KVS, self._clock())

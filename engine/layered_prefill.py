@@ -18,6 +18,11 @@ from engine.request import Request
 
 # What a layer takes at least, by clocks that do not see it.
 _SHORTEST_S = 1e-6
+# Prompts that take no longer than so many objectives are computed in one step, with its decodes: in
+# several they would share time with others that begin meanwhile, and weights would be read twice.
+_WHOLE = 1.5
+# How much of what looking at earlier tokens took is taken from the last measurement.
+_LEARNING = 0.1
 # By how much the least that a token took is taken to be more with every measurement.
 _FORGETTING = 1.001
 
@@ -53,6 +58,8 @@ class LayeredPrefill:
         self._num_layers = 0
         # What a token takes in all layers, with few before it to look at: the least of late.
         self._token_s = math.inf
+        # What it takes longer for each token before it.
+        self._context_s = 0.0
 
     @property
     def requests(self) -> Collection[Request]:
@@ -68,9 +75,8 @@ class LayeredPrefill:
         """Begin a pass over a batch's prompts if they would take its decodes too long."""
         batch.computed_apart = self._scheduled
         prompts = [item for item in batch.scheduled if item.num_tokens > self._few_tokens]
-        num_tokens = sum(item.num_tokens for item in prompts)
         is_alone = len(prompts) == len(batch.scheduled)
-        if self._scheduled or is_alone or num_tokens <= self.num_tokens_beside:
+        if self._scheduled or is_alone or self._fit_beside(prompts):
             return
         self._scheduled = batch.computed_apart = prompts
         self._pass = self._begin(prompts)
@@ -104,6 +110,17 @@ class LayeredPrefill:
         if any(item.request in requests for item in self._scheduled):
             self._end()
 
+    def _fit_beside(self, prompts: Sequence[ScheduledRequest]) -> bool:
+        if sum(item.num_tokens for item in prompts) <= self.num_tokens_beside:
+            return True
+        # Not the pieces of a long prompt, whose decodes would pay for each.
+        are_whole = all(item.samples and not item.is_continued for item in prompts)
+        expected_s = sum(
+            item.num_tokens * (self._token_s + item.mean_context * self._context_s)
+            for item in prompts
+        )
+        return are_whole and expected_s <= _WHOLE * self._objective_s
+
     def _compute(
         self, under_way: ForwardPass, num_layers: int
     ) -> tuple[float, npt.NDArray[np.float32] | None]:
@@ -114,6 +131,9 @@ class LayeredPrefill:
         num_tokens = sum(item.num_tokens for item in self._scheduled)
         token_s = layer_s * self._num_layers / num_tokens
         self._token_s = min(token_s, self._token_s * _FORGETTING)
+        context = sum(item.num_tokens * item.mean_context for item in self._scheduled) / num_tokens
+        context_s = (token_s - self._token_s) / max(context, 1.0)
+        self._context_s += _LEARNING * (context_s - self._context_s)
         return layer_s, logits
 
     def _end(self) -> None:

@@ -167,6 +167,8 @@ class Request:
     remote_token: bool = False
     # Colder tiers may have KV of the prompt; ask before computing it.
     tiered_kv: bool = False
+    # How much they have, if that is known: no more than this is asked for.
+    num_tiered_tokens: int | None = None
 
     # The engine's own bookkeeping.
     arrival: int = field(default=0, init=False)

@@ -131,7 +131,7 @@ class Workers:
             kv_handle=kv_handle,
             cache_salt=job.request.cache_salt,
             awaits_first_token=awaits_first_token,
-            skips_tiers=worker.has_no_tiered_blocks,
+            num_tiered_tokens=_num_tiered_tokens(worker),
         )
         with use_span(job.trace.attempt_span):
             return self._feeds.decode(worker.address, request, job.deadline.remaining_s())
@@ -178,7 +178,7 @@ class Workers:
                     output_token_ids=job.output_token_ids,
                     sampling_params=job.sampling_params,
                     cache_salt=job.request.cache_salt,
-                    skips_tiers=worker.has_no_tiered_blocks,
+                    num_tiered_tokens=_num_tiered_tokens(worker),
                 ),
                 timeout=job.deadline.remaining_s(),
             )
@@ -226,6 +226,10 @@ class Workers:
         if held is None:
             raise WorkerUnavailable(f"{worker.worker_id} ended the stream before the sequence")
         yield replace(held, finish=job.ending(held.token_ids))
+
+
+def _num_tiered_tokens(worker: scheduler_pb2.WorkerRef) -> int | None:
+    return worker.num_tiered_tokens if worker.HasField("num_tiered_tokens") else None
 
 
 async def _read(

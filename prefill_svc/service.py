@@ -52,12 +52,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         leases: LeaseTable,
         handovers: Handovers,
         holder: Holder,
-        untiered: EnginePort | None = None,
     ) -> None:
-        """`untiered` is the same engine without a look into colder tiers."""
         self._model = model
         self._engine = engine
-        self._untiered = untiered or engine
         self._streams = streams
         self._leases = leases
         self._handovers = handovers
@@ -71,11 +68,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         prompt = self._to_engine_request(request)
         first: TokenOutput | None = None
         early: types_pb2.KvHandle | None = None
-        engine = self._untiered if request.skips_tiers else self._engine
         is_delivered = False
         try:
             with run_span("prefill.run", prompt) as span:
-                async with self._streams.open(run_request(engine, prompt)) as batches:
+                async with self._streams.open(run_request(self._engine, prompt)) as batches:
                     async for batch in batches:
                         match batch[-1]:
                             case TokenOutput() as first:
@@ -142,6 +138,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             output_token_ids=list(request.output_token_ids),
             sampling_params=translate.to_sampling_params(request.sampling_params),
             cache_salt=request.cache_salt,
+            num_tiered_tokens=translate.to_num_tiered_tokens(request),
             hold_blocks=True,
         )
 
@@ -260,13 +257,7 @@ def prefill_service(config: PrefillConfig) -> Service:
         on_end = lease_end(worker.requests, handovers)
         async with LeaseTable(on_end, lease_s=config.lease_s) as leases:
             servicer = PrefillServicer(
-                config.model,
-                worker.requests,
-                worker.streams,
-                leases,
-                handovers,
-                holder,
-                untiered=worker.engine,
+                config.model, worker.requests, worker.streams, leases, handovers, holder
             )
             worker.server.add(
                 prefill_pb2_grpc.add_PrefillServiceServicer_to_server,

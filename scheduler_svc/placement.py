@@ -59,7 +59,7 @@ class Assignment:
     worker: WorkerView
     num_cached_tokens: int
     charge: ActiveLoad
-    has_tiered_blocks: bool = False
+    num_tiered_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +294,7 @@ def _first_with_room(
 
 
 def _assignment(chosen: Candidate, charge: ActiveLoad) -> Assignment:
-    return Assignment(chosen.worker, chosen.num_cached_tokens, charge, chosen.has_tiered_blocks)
+    return Assignment(chosen.worker, chosen.num_cached_tokens, charge, chosen.num_tiered_tokens)
 
 
 def _charge(

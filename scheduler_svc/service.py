@@ -238,7 +238,7 @@ def _to_worker_ref(part: Assignment, *, knows_tiers: bool) -> scheduler_pb2.Work
         worker_id=part.worker.worker_id,
         address=part.worker.address,
         num_cached_tokens=part.num_cached_tokens,
-        has_no_tiered_blocks=knows_tiers and not part.has_tiered_blocks,
+        num_tiered_tokens=part.num_tiered_tokens if knows_tiers else None,
     )
 
 

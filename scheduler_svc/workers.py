@@ -105,8 +105,8 @@ class Candidate:
 
     worker: WorkerView
     hit: PrefixHit
-    # Whether the index names the tiers of its machine.
-    has_tiered_blocks: bool = False
+    # What the tiers of its machine have.
+    num_tiered_tokens: int = 0
 
     @property
     def num_cached_tokens(self) -> int:
@@ -119,7 +119,9 @@ def candidate(worker: WorkerView, facts: RequestFacts, hits: Hits) -> Candidate:
     colder = hits.get(worker.transfer_address)
     if colder is None and hit is NO_HIT:
         return Candidate(worker, hit)
+    num_tiered_blocks = 0
     if colder is not None:
         hit = hit.extended(colder)
+        num_tiered_blocks = colder.num_blocks
     bounded = hit.bounded((facts.num_prompt_tokens - 1) // worker.block_size)
-    return Candidate(worker, bounded, has_tiered_blocks=colder is not None)
+    return Candidate(worker, bounded, num_tiered_blocks * worker.block_size)

@@ -94,7 +94,8 @@ class TieredKv:
 
     async def generate(self, request: Request) -> AsyncGenerator[EngineEvent, None]:
         """As the engine does it, but prompts are looked up in the colder tiers first."""
-        if self._owner.has_tiers() and not request.remote_kv:
+        is_asked = request.num_tiered_tokens != 0 and not request.remote_kv
+        if is_asked and self._owner.has_tiers():
             request = replace(request, tiered_kv=True)
         async with aclosing(self._engine.generate(request)) as events:
             async for event in events:

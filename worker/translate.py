@@ -25,7 +25,7 @@ from mesh.errors import (
     QueueFull,
     WorkerUnavailable,
 )
-from mesh.v1 import types_pb2
+from mesh.v1 import decode_pb2, prefill_pb2, types_pb2
 
 # A full waiting queue drains in steps, so the caller may come back soon.
 _RETRY_AFTER_S = 1.0
@@ -89,6 +89,13 @@ def to_sampling_params(message: types_pb2.SamplingParams) -> SamplingParams:
         bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
         **given,
     )
+
+
+def to_num_tiered_tokens(
+    request: decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest,
+) -> int | None:
+    """How much of a prompt colder tiers are known to have; None: nobody knows."""
+    return request.num_tiered_tokens if request.HasField("num_tiered_tokens") else None
 
 
 def to_token_chunk(outputs: Sequence[TokenOutput]) -> types_pb2.TokenChunk:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from mesh.v1 import types_pb2 as mesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14mesh/v1/decode.proto\x12\x07mesh.v1\x1a\x13mesh/v1/types.proto\"\xae\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x30\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x17.mesh.v1.SamplingParams\x12$\n\tkv_handle\x18\x06 \x01(\x0b\x32\x11.mesh.v1.KvHandle\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x1a\n\x12\x61waits_first_token\x18\x08 \x01(\x08\x12\x13\n\x0bskips_tiers\x18\t \x01(\x08\x12\x0f\n\x07\x66\x65\x65\x64_id\x18\n \x01(\t\x12\x18\n\x10\x66\x65\x65\x64_sequence_id\x18\x0b \x01(\x04\"\x1e\n\x0b\x46\x65\x65\x64Request\x12\x0f\n\x07\x66\x65\x65\x64_id\x18\x01 \x01(\t\"7\n\x0c\x46\x65\x65\x64Response\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xda\x01\n\x0e\x44\x65\x63odeResponse\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x13.mesh.v1.TokenChunkH\x00\x12+\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x17.mesh.v1.DecodeFinishedH\x00\x12%\n\x07timings\x18\x03 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x1e\n\x11num_cached_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06is_fed\x18\x05 \x01(\x08\x42\x07\n\x05\x65ventB\x14\n\x12_num_cached_tokens\"\xbf\x02\n\x0e\x44\x65\x63odeFinished\x12,\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x15.mesh.v1.FinishReason\x12\"\n\x15matched_stop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12%\n\x07timings\x18\x04 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x19\n\x11kv_transfer_bytes\x18\x05 \x01(\x04\x12\x17\n\x0fmean_batch_size\x18\x06 \x01(\x01\x12\x1a\n\x12max_kv_cache_usage\x18\x07 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\r\x12\x16\n\x0enum_fed_tokens\x18\t \x01(\rB\x18\n\x16_matched_stop_token_id\"\x1d\n\x1b\x44\x65\x63odeServiceGetLoadRequest\"A\n\x1c\x44\x65\x63odeServiceGetLoadResponse\x12!\n\x04load\x18\x01 \x01(\x0b\x32\x13.mesh.v1.EngineLoad2\xdb\x01\n\rDecodeService\x12;\n\x06\x44\x65\x63ode\x12\x16.mesh.v1.DecodeRequest\x1a\x17.mesh.v1.DecodeResponse0\x01\x12\x35\n\x04\x46\x65\x65\x64\x12\x14.mesh.v1.FeedRequest\x1a\x15.mesh.v1.FeedResponse0\x01\x12V\n\x07GetLoad\x12$.mesh.v1.DecodeServiceGetLoadRequest\x1a%.mesh.v1.DecodeServiceGetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14mesh/v1/decode.proto\x12\x07mesh.v1\x1a\x13mesh/v1/types.proto\"\xd5\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x30\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x17.mesh.v1.SamplingParams\x12$\n\tkv_handle\x18\x06 \x01(\x0b\x32\x11.mesh.v1.KvHandle\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x1a\n\x12\x61waits_first_token\x18\x08 \x01(\x08\x12\x1e\n\x11num_tiered_tokens\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07\x66\x65\x65\x64_id\x18\n \x01(\t\x12\x18\n\x10\x66\x65\x65\x64_sequence_id\x18\x0b \x01(\x04\x42\x14\n\x12_num_tiered_tokensJ\x04\x08\t\x10\n\"\x1e\n\x0b\x46\x65\x65\x64Request\x12\x0f\n\x07\x66\x65\x65\x64_id\x18\x01 \x01(\t\"7\n\x0c\x46\x65\x65\x64Response\x12\x14\n\x0csequence_ids\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xda\x01\n\x0e\x44\x65\x63odeResponse\x12%\n\x06tokens\x18\x01 \x01(\x0b\x32\x13.mesh.v1.TokenChunkH\x00\x12+\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x17.mesh.v1.DecodeFinishedH\x00\x12%\n\x07timings\x18\x03 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x1e\n\x11num_cached_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x06is_fed\x18\x05 \x01(\x08\x42\x07\n\x05\x65ventB\x14\n\x12_num_cached_tokens\"\xbf\x02\n\x0e\x44\x65\x63odeFinished\x12,\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x15.mesh.v1.FinishReason\x12\"\n\x15matched_stop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12%\n\x07timings\x18\x04 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x19\n\x11kv_transfer_bytes\x18\x05 \x01(\x04\x12\x17\n\x0fmean_batch_size\x18\x06 \x01(\x01\x12\x1a\n\x12max_kv_cache_usage\x18\x07 \x01(\x01\x12\x17\n\x0fnum_preemptions\x18\x08 \x01(\r\x12\x16\n\x0enum_fed_tokens\x18\t \x01(\rB\x18\n\x16_matched_stop_token_id\"\x1d\n\x1b\x44\x65\x63odeServiceGetLoadRequest\"A\n\x1c\x44\x65\x63odeServiceGetLoadResponse\x12!\n\x04load\x18\x01 \x01(\x0b\x32\x13.mesh.v1.EngineLoad2\xdb\x01\n\rDecodeService\x12;\n\x06\x44\x65\x63ode\x12\x16.mesh.v1.DecodeRequest\x1a\x17.mesh.v1.DecodeResponse0\x01\x12\x35\n\x04\x46\x65\x65\x64\x12\x14.mesh.v1.FeedRequest\x1a\x15.mesh.v1.FeedResponse0\x01\x12V\n\x07GetLoad\x12$.mesh.v1.DecodeServiceGetLoadRequest\x1a%.mesh.v1.DecodeServiceGetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,19 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mesh.v1.decode_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODEREQUEST']._serialized_start=55
-  _globals['_DECODEREQUEST']._serialized_end=357
-  _globals['_FEEDREQUEST']._serialized_start=359
-  _globals['_FEEDREQUEST']._serialized_end=389
-  _globals['_FEEDRESPONSE']._serialized_start=391
-  _globals['_FEEDRESPONSE']._serialized_end=446
-  _globals['_DECODERESPONSE']._serialized_start=449
-  _globals['_DECODERESPONSE']._serialized_end=667
-  _globals['_DECODEFINISHED']._serialized_start=670
-  _globals['_DECODEFINISHED']._serialized_end=989
-  _globals['_DECODESERVICEGETLOADREQUEST']._serialized_start=991
-  _globals['_DECODESERVICEGETLOADREQUEST']._serialized_end=1020
-  _globals['_DECODESERVICEGETLOADRESPONSE']._serialized_start=1022
-  _globals['_DECODESERVICEGETLOADRESPONSE']._serialized_end=1087
-  _globals['_DECODESERVICE']._serialized_start=1090
-  _globals['_DECODESERVICE']._serialized_end=1309
+  _globals['_DECODEREQUEST']._serialized_end=396
+  _globals['_FEEDREQUEST']._serialized_start=398
+  _globals['_FEEDREQUEST']._serialized_end=428
+  _globals['_FEEDRESPONSE']._serialized_start=430
+  _globals['_FEEDRESPONSE']._serialized_end=485
+  _globals['_DECODERESPONSE']._serialized_start=488
+  _globals['_DECODERESPONSE']._serialized_end=706
+  _globals['_DECODEFINISHED']._serialized_start=709
+  _globals['_DECODEFINISHED']._serialized_end=1028
+  _globals['_DECODESERVICEGETLOADREQUEST']._serialized_start=1030
+  _globals['_DECODESERVICEGETLOADREQUEST']._serialized_end=1059
+  _globals['_DECODESERVICEGETLOADRESPONSE']._serialized_start=1061
+  _globals['_DECODESERVICEGETLOADRESPONSE']._serialized_end=1126
+  _globals['_DECODESERVICE']._serialized_start=1129
+  _globals['_DECODESERVICE']._serialized_end=1348
 # @@protoc_insertion_point(module_scope)

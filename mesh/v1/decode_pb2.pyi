@@ -33,7 +33,7 @@ class DecodeRequest(_message.Message):
     KV_HANDLE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     AWAITS_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
-    SKIPS_TIERS_FIELD_NUMBER: _builtins.int
+    NUM_TIERED_TOKENS_FIELD_NUMBER: _builtins.int
     FEED_ID_FIELD_NUMBER: _builtins.int
     FEED_SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -46,8 +46,10 @@ class DecodeRequest(_message.Message):
     """`kv_handle` is of a prefill that is still running: its first token, which goes
     after `output_token_ids`, and the rest of the KV come from its holder.
     """
-    skips_tiers: _builtins.bool
-    """The machine's colder tiers have nothing of the prompt: they are not asked."""
+    num_tiered_tokens: _builtins.int
+    """Leading prompt tokens that the machine's colder tiers have: they are not asked
+    if the worker has as many itself. Absent: not known, they are asked.
+    """
     feed_id: _builtins.str
     """Where tokens are to go after the first ones, if it is open. Empty: with this
     call. Decodes with log-probabilities have no feed.
@@ -81,15 +83,17 @@ class DecodeRequest(_message.Message):
         kv_handle: _types_pb2.KvHandle | None = ...,
         cache_salt: _builtins.str = ...,
         awaits_first_token: _builtins.bool = ...,
-        skips_tiers: _builtins.bool = ...,
+        num_tiered_tokens: _builtins.int | None = ...,
         feed_id: _builtins.str = ...,
         feed_sequence_id: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_handle", b"kv_handle", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens", "kv_handle", b"kv_handle", "num_tiered_tokens", b"num_tiered_tokens", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaits_first_token", b"awaits_first_token", "cache_salt", b"cache_salt", "feed_id", b"feed_id", "feed_sequence_id", b"feed_sequence_id", "kv_handle", b"kv_handle", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "skips_tiers", b"skips_tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens", "awaits_first_token", b"awaits_first_token", "cache_salt", b"cache_salt", "feed_id", b"feed_id", "feed_sequence_id", b"feed_sequence_id", "kv_handle", b"kv_handle", "model", b"model", "num_tiered_tokens", b"num_tiered_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_tiered_tokens: _TypeAlias = _typing.Literal["num_tiered_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_tiered_tokens: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_tiered_tokens) -> _WhichOneofReturnType__num_tiered_tokens | None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 

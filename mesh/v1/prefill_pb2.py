@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from mesh.v1 import types_pb2 as mesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15mesh/v1/prefill.proto\x12\x07mesh.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13mesh/v1/types.proto\"\xc2\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x30\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x17.mesh.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x13\n\x0bskips_tiers\x18\x07 \x01(\x08\"v\n\x0fPrefillResponse\x12,\n\x08progress\x18\x01 \x01(\x0b\x32\x18.mesh.v1.PrefillProgressH\x00\x12,\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x18.mesh.v1.PrefillFinishedH\x00\x42\x07\n\x05\x65vent\"T\n\x0fPrefillProgress\x12\x1b\n\x13num_computed_tokens\x18\x01 \x01(\r\x12$\n\tkv_handle\x18\x02 \x01(\x0b\x32\x11.mesh.v1.KvHandle\"\xa6\x02\n\x0fPrefillFinished\x12(\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x13.mesh.v1.TokenChunk\x12\x31\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x15.mesh.v1.FinishReasonH\x00\x88\x01\x01\x12\"\n\x15matched_stop_token_id\x18\x03 \x01(\rH\x01\x88\x01\x01\x12$\n\tkv_handle\x18\x04 \x01(\x0b\x32\x11.mesh.v1.KvHandle\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12%\n\x07timings\x18\x06 \x03(\x0b\x32\x14.mesh.v1.StageTimingB\x10\n\x0e_finish_reasonB\x18\n\x16_matched_stop_token_id\"#\n\x0eWatchKvRequest\x12\x11\n\thandle_id\x18\x01 \x01(\t\"\x8c\x01\n\x0fWatchKvResponse\x12\x1b\n\x0e\x66irst_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12.\n\nsampled_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x11\n\x0f_first_token_idJ\x04\x08\x01\x10\x02R\x13num_computed_tokens\"#\n\x0eRenewKvRequest\x12\x11\n\thandle_id\x18\x01 \x01(\t\"G\n\x0fRenewKvResponse\x12\x34\n\x10lease_expires_at\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"9\n\x10ReleaseKvRequest\x12\x11\n\thandle_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"%\n\x11ReleaseKvResponse\x12\x10\n\x08was_live\x18\x01 \x01(\x08\"\x1e\n\x1cPrefillServiceGetLoadRequest\"B\n\x1dPrefillServiceGetLoadResponse\x12!\n\x04load\x18\x01 \x01(\x0b\x32\x13.mesh.v1.EngineLoad2\xec\x02\n\x0ePrefillService\x12>\n\x07Prefill\x12\x17.mesh.v1.PrefillRequest\x1a\x18.mesh.v1.PrefillResponse0\x01\x12>\n\x07WatchKv\x12\x17.mesh.v1.WatchKvRequest\x1a\x18.mesh.v1.WatchKvResponse0\x01\x12<\n\x07RenewKv\x12\x17.mesh.v1.RenewKvRequest\x1a\x18.mesh.v1.RenewKvResponse\x12\x42\n\tReleaseKv\x12\x19.mesh.v1.ReleaseKvRequest\x1a\x1a.mesh.v1.ReleaseKvResponse\x12X\n\x07GetLoad\x12%.mesh.v1.PrefillServiceGetLoadRequest\x1a&.mesh.v1.PrefillServiceGetLoadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15mesh/v1/prefill.proto\x12\x07mesh.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x13mesh/v1/types.proto\"\xe9\x01\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x30\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x17.mesh.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x1e\n\x11num_tiered_tokens\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x14\n\x12_num_tiered_tokensJ\x04\x08\x07\x10\x08\"v\n\x0fPrefillResponse\x12,\n\x08progress\x18\x01 \x01(\x0b\x32\x18.mesh.v1.PrefillProgressH\x00\x12,\n\x08\x66inished\x18\x02 \x01(\x0b\x32\x18.mesh.v1.PrefillFinishedH\x00\x42\x07\n\x05\x65vent\"T\n\x0fPrefillProgress\x12\x1b\n\x13num_computed_tokens\x18\x01 \x01(\r\x12$\n\tkv_handle\x18\x02 \x01(\x0b\x32\x11.mesh.v1.KvHandle\"\xa6\x02\n\x0fPrefillFinished\x12(\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x13.mesh.v1.TokenChunk\x12\x31\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x15.mesh.v1.FinishReasonH\x00\x88\x01\x01\x12\"\n\x15matched_stop_token_id\x18\x03 \x01(\rH\x01\x88\x01\x01\x12$\n\tkv_handle\x18\x04 \x01(\x0b\x32\x11.mesh.v1.KvHandle\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12%\n\x07timings\x18\x06 \x03(\x0b\x32\x14.mesh.v1.StageTimingB\x10\n\x0e_finish_reasonB\x18\n\x16_matched_stop_token_id\"#\n\x0eWatchKvRequest\x12\x11\n\thandle_id\x18\x01 \x01(\t\"\x8c\x01\n\x0fWatchKvResponse\x12\x1b\n\x0e\x66irst_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12.\n\nsampled_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.TimestampB\x11\n\x0f_first_token_idJ\x04\x08\x01\x10\x02R\x13num_computed_tokens\"#\n\x0eRenewKvRequest\x12\x11\n\thandle_id\x18\x01 \x01(\t\"G\n\x0fRenewKvResponse\x12\x34\n\x10lease_expires_at\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"9\n\x10ReleaseKvRequest\x12\x11\n\thandle_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"%\n\x11ReleaseKvResponse\x12\x10\n\x08was_live\x18\x01 \x01(\x08\"\x1e\n\x1cPrefillServiceGetLoadRequest\"B\n\x1dPrefillServiceGetLoadResponse\x12!\n\x04load\x18\x01 \x01(\x0b\x32\x13.mesh.v1.EngineLoad2\xec\x02\n\x0ePrefillService\x12>\n\x07Prefill\x12\x17.mesh.v1.PrefillRequest\x1a\x18.mesh.v1.PrefillResponse0\x01\x12>\n\x07WatchKv\x12\x17.mesh.v1.WatchKvRequest\x1a\x18.mesh.v1.WatchKvResponse0\x01\x12<\n\x07RenewKv\x12\x17.mesh.v1.RenewKvRequest\x1a\x18.mesh.v1.RenewKvResponse\x12\x42\n\tReleaseKv\x12\x19.mesh.v1.ReleaseKvRequest\x1a\x1a.mesh.v1.ReleaseKvResponse\x12X\n\x07GetLoad\x12%.mesh.v1.PrefillServiceGetLoadRequest\x1a&.mesh.v1.PrefillServiceGetLoadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mesh.v1.prefill_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=89
-  _globals['_PREFILLREQUEST']._serialized_end=283
-  _globals['_PREFILLRESPONSE']._serialized_start=285
-  _globals['_PREFILLRESPONSE']._serialized_end=403
-  _globals['_PREFILLPROGRESS']._serialized_start=405
-  _globals['_PREFILLPROGRESS']._serialized_end=489
-  _globals['_PREFILLFINISHED']._serialized_start=492
-  _globals['_PREFILLFINISHED']._serialized_end=786
-  _globals['_WATCHKVREQUEST']._serialized_start=788
-  _globals['_WATCHKVREQUEST']._serialized_end=823
-  _globals['_WATCHKVRESPONSE']._serialized_start=826
-  _globals['_WATCHKVRESPONSE']._serialized_end=966
-  _globals['_RENEWKVREQUEST']._serialized_start=968
-  _globals['_RENEWKVREQUEST']._serialized_end=1003
-  _globals['_RENEWKVRESPONSE']._serialized_start=1005
-  _globals['_RENEWKVRESPONSE']._serialized_end=1076
-  _globals['_RELEASEKVREQUEST']._serialized_start=1078
-  _globals['_RELEASEKVREQUEST']._serialized_end=1135
-  _globals['_RELEASEKVRESPONSE']._serialized_start=1137
-  _globals['_RELEASEKVRESPONSE']._serialized_end=1174
-  _globals['_PREFILLSERVICEGETLOADREQUEST']._serialized_start=1176
-  _globals['_PREFILLSERVICEGETLOADREQUEST']._serialized_end=1206
-  _globals['_PREFILLSERVICEGETLOADRESPONSE']._serialized_start=1208
-  _globals['_PREFILLSERVICEGETLOADRESPONSE']._serialized_end=1274
-  _globals['_PREFILLSERVICE']._serialized_start=1277
-  _globals['_PREFILLSERVICE']._serialized_end=1641
+  _globals['_PREFILLREQUEST']._serialized_end=322
+  _globals['_PREFILLRESPONSE']._serialized_start=324
+  _globals['_PREFILLRESPONSE']._serialized_end=442
+  _globals['_PREFILLPROGRESS']._serialized_start=444
+  _globals['_PREFILLPROGRESS']._serialized_end=528
+  _globals['_PREFILLFINISHED']._serialized_start=531
+  _globals['_PREFILLFINISHED']._serialized_end=825
+  _globals['_WATCHKVREQUEST']._serialized_start=827
+  _globals['_WATCHKVREQUEST']._serialized_end=862
+  _globals['_WATCHKVRESPONSE']._serialized_start=865
+  _globals['_WATCHKVRESPONSE']._serialized_end=1005
+  _globals['_RENEWKVREQUEST']._serialized_start=1007
+  _globals['_RENEWKVREQUEST']._serialized_end=1042
+  _globals['_RENEWKVRESPONSE']._serialized_start=1044
+  _globals['_RENEWKVRESPONSE']._serialized_end=1115
+  _globals['_RELEASEKVREQUEST']._serialized_start=1117
+  _globals['_RELEASEKVREQUEST']._serialized_end=1174
+  _globals['_RELEASEKVRESPONSE']._serialized_start=1176
+  _globals['_RELEASEKVRESPONSE']._serialized_end=1213
+  _globals['_PREFILLSERVICEGETLOADREQUEST']._serialized_start=1215
+  _globals['_PREFILLSERVICEGETLOADREQUEST']._serialized_end=1245
+  _globals['_PREFILLSERVICEGETLOADRESPONSE']._serialized_start=1247
+  _globals['_PREFILLSERVICEGETLOADRESPONSE']._serialized_end=1313
+  _globals['_PREFILLSERVICE']._serialized_start=1316
+  _globals['_PREFILLSERVICE']._serialized_end=1680
 # @@protoc_insertion_point(module_scope)

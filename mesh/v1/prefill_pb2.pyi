@@ -32,15 +32,17 @@ class PrefillRequest(_message.Message):
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
-    SKIPS_TIERS_FIELD_NUMBER: _builtins.int
+    NUM_TIERED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id from the gateway, unique among running requests."""
     model: _builtins.str
     """Model name."""
     cache_salt: _builtins.str
     """Blocks are shared only between requests with the same salt."""
-    skips_tiers: _builtins.bool
-    """The machine's colder tiers have nothing of the prompt: they are not asked."""
+    num_tiered_tokens: _builtins.int
+    """Leading prompt tokens that the machine's colder tiers have: they are not asked
+    if the worker has as many itself. Absent: not known, they are asked.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt."""
@@ -64,13 +66,15 @@ class PrefillRequest(_message.Message):
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling_params: _types_pb2.SamplingParams | None = ...,
         cache_salt: _builtins.str = ...,
-        skips_tiers: _builtins.bool = ...,
+        num_tiered_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens", "num_tiered_tokens", b"num_tiered_tokens", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "model", b"model", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params", "skips_tiers", b"skips_tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens", "cache_salt", b"cache_salt", "model", b"model", "num_tiered_tokens", b"num_tiered_tokens", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_tiered_tokens: _TypeAlias = _typing.Literal["num_tiered_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_tiered_tokens: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_tiered_tokens) -> _WhichOneofReturnType__num_tiered_tokens | None: ...
 
 Global___PrefillRequest: _TypeAlias = PrefillRequest  # noqa: Y015
 

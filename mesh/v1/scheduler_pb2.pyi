@@ -397,16 +397,16 @@ class WorkerRef(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    HAS_NO_TIERED_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_TIERED_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     address: _builtins.str
     """Its gRPC address."""
     num_cached_tokens: _builtins.int
     """Leading prompt tokens whose blocks it holds, as far as is known."""
-    has_no_tiered_blocks: _builtins.bool
-    """The block index is known to have nothing of the prompt in the colder tiers of
-    its machine: to ask them is in vain.
+    num_tiered_tokens: _builtins.int
+    """Leading prompt tokens that the colder tiers of its machine have; absent if that
+    is not known.
     """
     def __init__(
         self,
@@ -414,13 +414,15 @@ class WorkerRef(_message.Message):
         worker_id: _builtins.str = ...,
         address: _builtins.str = ...,
         num_cached_tokens: _builtins.int = ...,
-        has_no_tiered_blocks: _builtins.bool = ...,
+        num_tiered_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens", "num_tiered_tokens", b"num_tiered_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "has_no_tiered_blocks", b"has_no_tiered_blocks", "num_cached_tokens", b"num_cached_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens", "address", b"address", "num_cached_tokens", b"num_cached_tokens", "num_tiered_tokens", b"num_tiered_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_tiered_tokens: _TypeAlias = _typing.Literal["num_tiered_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_tiered_tokens: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_tiered_tokens) -> _WhichOneofReturnType__num_tiered_tokens | None: ...
 
 Global___WorkerRef: _TypeAlias = WorkerRef  # noqa: Y015
 

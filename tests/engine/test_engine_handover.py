@@ -172,6 +172,26 @@ def test_a_prompt_that_is_cached_here_asks_no_colder_tier() -> None:
     assert token_ids_of(outputs) == naive_generate(prompt_of(9), GREEDY)
 
 
+@pytest.mark.parametrize("num_tiered_tokens", [0, 4, 8])
+def test_tiers_that_have_no_more_than_is_cached_here_are_not_asked(num_tiered_tokens: int) -> None:
+    engine = make_engine()
+    run_to_end(engine, Request("before", prompt_of(9), GREEDY))
+    request = Request(
+        "r", prompt_of(22), GREEDY, tiered_kv=True, num_tiered_tokens=num_tiered_tokens
+    )
+
+    outputs = run_to_end(engine, request)["r"]
+
+    assert token_ids_of(outputs) == naive_generate(prompt_of(22), GREEDY)
+
+
+def test_tiers_that_have_more_than_is_cached_here_are_asked() -> None:
+    engine = make_engine()
+    run_to_end(engine, Request("before", prompt_of(9), GREEDY))
+
+    wanted_of(engine, Request("r", prompt_of(22), GREEDY, tiered_kv=True, num_tiered_tokens=12))
+
+
 def test_a_request_aborted_while_a_tier_is_read_keeps_its_blocks_until_that_has_ended() -> None:
     # KV-21
     engine = make_engine()

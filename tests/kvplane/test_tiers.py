@@ -77,7 +77,7 @@ async def test_tiers_that_are_known_to_have_nothing_are_not_asked(machines: Mach
     prefiller = await machines.start_prefill(agent)
 
     request = decode_request("skips", prompt, None, GREEDY)
-    request.skips_tiers = True
+    request.num_tiered_tokens = 0
     decoded = [
         one
         async for one in decode_pb2_grpc.DecodeServiceStub(other.channel).Decode(
@@ -85,7 +85,7 @@ async def test_tiers_that_are_known_to_have_nothing_are_not_asked(machines: Mach
         )
     ]
     prefill = prefill_request("skips", prompt, None, GREEDY)
-    prefill.skips_tiers = True
+    prefill.num_tiered_tokens = 0
     prefilled = [
         one
         async for one in prefill_pb2_grpc.PrefillServiceStub(prefiller.channel).Prefill(

@@ -198,11 +198,11 @@ class Call:
 
 
 @pytest.mark.parametrize(
-    ("tiers", "knows_all", "has_none"),
-    [({}, True, True), ({"127.0.0.1:9": PrefixHit(0, 2)}, True, False), ({}, False, False)],
+    ("tiers", "knows_all", "num_tokens"),
+    [({}, True, 0), ({"127.0.0.1:9": PrefixHit(0, 2)}, True, 32), ({}, False, None)],
 )
-async def test_placement_says_where_colder_tiers_have_nothing(
-    serve: Serve, tiers: Hits, knows_all: bool, has_none: bool
+async def test_placement_says_how_much_colder_tiers_have(
+    serve: Serve, tiers: Hits, knows_all: bool, num_tokens: int | None
 ) -> None:
     mesh = await serve()
     # What a worker holds itself may be gone when the request comes: only tiers count.
@@ -212,8 +212,9 @@ async def test_placement_says_where_colder_tiers_have_nothing(
 
     placement = await call.placement()
 
-    assert placement.prefill.has_no_tiered_blocks is has_none
-    assert placement.decode.has_no_tiered_blocks is has_none
+    for worker in (placement.prefill, placement.decode):
+        assert worker.HasField("num_tiered_tokens") is (num_tokens is not None)
+        assert worker.num_tiered_tokens == (num_tokens or 0)
     await call.close()
 
 
