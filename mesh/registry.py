@@ -104,6 +104,10 @@ class WorkerRecord:
     max_num_batched_tokens: int
     # What the fingerprint stands for, for messages.
     layout: Mapping[str, str] = field(default_factory=dict)
+    # Cores of its machine that it may compute on, and on how many at a time; none: it does not
+    # compute on cores.
+    cpus: tuple[int, ...] = ()
+    num_threads: int = 0
 
     @property
     def holder(self) -> str:
@@ -199,7 +203,12 @@ def _parse(value: bytes) -> RegisteredWorker | None:
 
 
 def _known(kind: type[WorkerRecord] | type[WorkerLoad], fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name in kind.__dataclass_fields__}
+    # Sequences are tuples again, as they were when they were written.
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in fields.items()
+        if name in kind.__dataclass_fields__
+    }
 
 
 class Heartbeat:

@@ -261,6 +261,8 @@ def _view(worker: RegisteredWorker) -> WorkerView:
         num_blocks=record.num_blocks,
         max_model_len=record.max_model_len,
         transfer_address=record.transfer_address,
+        cpus=frozenset(record.cpus),
+        num_threads=record.num_threads,
         reported=ActiveLoad(
             num_requests=load.num_running + load.num_waiting,
             prefill_tokens=load.num_waiting_tokens,

@@ -45,12 +45,21 @@ def forecast(
     serving = [worker for worker in workers if worker.model == facts.model]
     decoders = [worker for worker in serving if worker.role is Role.DECODE]
     prefillers = [worker for worker in serving if worker.role is Role.PREFILL] or decoders
+    # Prompts may be computed there as well, on the same cores.
+    beside = [one for one in decoders if any(map(one.shares_cores, prefillers))]
+    if prefillers is decoders:
+        beside = []
     prefill_time = estimates.prefill_time(Role.PREFILL)
     if prefill_time is None or not decoders:
         return None
-    backlog_tokens = ahead.prefill_tokens + sum(worker.prefill_tokens for worker in prefillers)
+    computing = (*prefillers, *beside)
+    backlog_tokens = ahead.prefill_tokens + sum(worker.prefill_tokens for worker in computing)
     backlog_s = prefill_time.backlog(backlog_tokens // len(prefillers))
-    compute_s = prefill_time.predict(facts.num_prompt_tokens - num_cached_tokens, num_cached_tokens)
+    num_missing_tokens = facts.num_prompt_tokens - num_cached_tokens
+    compute_s = prefill_time.predict(num_missing_tokens, num_cached_tokens)
+    at_home = estimates.prefill_time(Role.DECODE)
+    if beside and at_home is not None:
+        compute_s = max(compute_s, at_home.predict(num_missing_tokens, num_cached_tokens))
     room_s = _wait_for_room(decoders, ahead, estimates, max_num_seqs)
     ttft_s = max(backlog_s, room_s) + compute_s
     num_decoding = _decoding_at(ttft_s, decoding_since, ahead, estimates, now) / len(decoders)

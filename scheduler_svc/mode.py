@@ -21,6 +21,8 @@ class Reason(StrEnum):
     ISL_BOUNDING = "isl_bounding"
     PREFILL_REMOTE = "prefill_remote"
     NO_PREFILL_WORKER = "no_prefill_worker"
+    # The prefill worker would compute on the decode worker's own cores.
+    SHARED_CORES = "shared_cores"
     FORCED = "forced"
     LOCAL_CHEAPER = "local_cheaper"
     REMOTE_CHEAPER = "remote_cheaper"
@@ -34,6 +36,8 @@ class Comparison:
 
     local_s: float
     remote_s: float
+    # Both workers compute on the same cores.
+    shares_cores: bool = False
 
 
 def compare(
@@ -62,6 +66,7 @@ def compare(
             facts.num_prompt_tokens - prefiller.num_cached_tokens, prefiller.num_cached_tokens
         )
         + transfer_s,
+        shares_cores=decoder.worker.shares_cores(prefiller.worker),
     )
 
 
@@ -71,6 +76,8 @@ class Advice(StrEnum):
     UNKNOWN = "unknown"
     DISAGGREGATE = "disaggregate"
     LOCAL = "local"
+    # They do not: both kinds of worker compute on the same cores.
+    SHARED_CORES = "shared_cores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,9 @@ class Comparisons:
             return Verdict(Advice.UNKNOWN, num_placements, 0.0, 0.0)
         local_s = sum(one.local_s for one in self._kept) / num_placements
         remote_s = sum(one.remote_s for one in self._kept) / num_placements
-        is_local_better = local_s < (1 - self._margin) * remote_s
-        advice = Advice.LOCAL if is_local_better else Advice.DISAGGREGATE
+        advice = Advice.DISAGGREGATE
+        if local_s < (1 - self._margin) * remote_s:
+            advice = Advice.LOCAL
+        elif all(one.shares_cores for one in self._kept):
+            advice = Advice.SHARED_CORES
         return Verdict(advice, num_placements, local_s, remote_s)

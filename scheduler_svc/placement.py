@@ -235,7 +235,7 @@ def _choose_mode(
     if not has_prefill:
         return PlacementMode.LOCAL, Reason.NO_PREFILL_WORKER
     if comparison is not None:
-        return _cheaper_mode(comparison, settings, random)
+        return _better_mode(comparison, settings, random)
     num_missing_tokens = facts.num_prompt_tokens - decoder.num_cached_tokens
     if (
         num_missing_tokens < settings.local_prefill_max_tokens
@@ -245,15 +245,20 @@ def _choose_mode(
     return PlacementMode.DISAGGREGATED, Reason.PREFILL_REMOTE
 
 
-def _cheaper_mode(
+def _better_mode(
     comparison: Comparison, settings: PlacementSettings, random: Random
 ) -> tuple[PlacementMode, Reason]:
+    """A prefill worker on the decode worker's own cores spares its decodes nothing: their
+    threads then wait for the prefill's at every step, in place of sharing a pass with it."""
     is_local_cheaper = comparison.local_s <= (1 - settings.local_margin) * comparison.remote_s
     if random.random() < settings.explore_ratio:
-        other = PlacementMode.DISAGGREGATED if is_local_cheaper else PlacementMode.LOCAL
+        is_local_better = is_local_cheaper or comparison.shares_cores
+        other = PlacementMode.DISAGGREGATED if is_local_better else PlacementMode.LOCAL
         return other, Reason.EXPLORE
     if is_local_cheaper:
         return PlacementMode.LOCAL, Reason.LOCAL_CHEAPER
+    if comparison.shares_cores:
+        return PlacementMode.LOCAL, Reason.SHARED_CORES
     return PlacementMode.DISAGGREGATED, Reason.REMOTE_CHEAPER
 
 

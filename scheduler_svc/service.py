@@ -49,6 +49,7 @@ _ADVICE = {
     Advice.UNKNOWN: scheduler_pb2.DisaggregationVerdict.ADVICE_UNSPECIFIED,
     Advice.DISAGGREGATE: scheduler_pb2.DisaggregationVerdict.ADVICE_DISAGGREGATE,
     Advice.LOCAL: scheduler_pb2.DisaggregationVerdict.ADVICE_LOCAL,
+    Advice.SHARED_CORES: scheduler_pb2.DisaggregationVerdict.ADVICE_SHARED_CORES,
 }
 
 

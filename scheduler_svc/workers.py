@@ -78,6 +78,9 @@ class WorkerView:
     max_model_len: int
     # The agent of its machine, whose colder tiers it can reach.
     transfer_address: str = ""
+    # Cores of its machine that it may compute on, and on how many at a time.
+    cpus: frozenset[int] = frozenset()
+    num_threads: int = 0
     reported: ActiveLoad = IDLE
     charged: ActiveLoad = IDLE
 
@@ -94,6 +97,14 @@ class WorkerView:
     @property
     def num_requests(self) -> int:
         return max(self.reported.num_requests, self.charged.num_requests)
+
+    def shares_cores(self, other: "WorkerView") -> bool:
+        """Whether each waits for the other's threads when both compute."""
+        return (
+            self.transfer_address == other.transfer_address
+            and not self.cpus.isdisjoint(other.cpus)
+            and self.num_threads + other.num_threads > len(self.cpus | other.cpus)
+        )
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

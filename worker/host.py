@@ -187,6 +187,7 @@ class _Membership:
 
     def _record(self) -> WorkerRecord:
         config, loaded = self._worker.config, self._worker.loaded
+        cpus = tuple(sorted(os.sched_getaffinity(0))) if config.device == "cpu" else ()
         return WorkerRecord(
             worker_id=config.worker_id,
             incarnation=self._incarnation,
@@ -201,6 +202,8 @@ class _Membership:
             max_model_len=loaded.engine.max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
             layout=loaded.layout,
+            cpus=cpus,
+            num_threads=config.num_threads or len(cpus),
         )
 
     def _load(self) -> WorkerLoad:

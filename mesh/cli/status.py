@@ -31,6 +31,7 @@ CALL_TIMEOUT_S = 1.0
 _ADVICE = {
     scheduler_pb2.DisaggregationVerdict.ADVICE_DISAGGREGATE: "disaggregate",
     scheduler_pb2.DisaggregationVerdict.ADVICE_LOCAL: "local",
+    scheduler_pb2.DisaggregationVerdict.ADVICE_SHARED_CORES: "shared_cores",
 }
 
 
@@ -223,6 +224,11 @@ def verdict_line(verdict: dict[str, Any]) -> str:
     match verdict["advice"]:
         case "local":
             return f"{model}: do not disaggregate here: {costs}"
+        case "shared_cores":
+            return (
+                f"{model}: do not disaggregate here: prefill and decode workers compute on the "
+                f"same cores: {costs}"
+            )
         case "disaggregate":
             return f"{model}: disaggregation pays: {costs}"
         case _:

@@ -12,6 +12,7 @@ DISAGG_DECISIONS = Counter(
             "isl_bounding",
             "prefill_remote",
             "no_prefill_worker",
+            "shared_cores",
             "forced",
             "local_cheaper",
             "remote_cheaper",

@@ -499,6 +499,8 @@ class DisaggregationVerdict(_message.Message):
         """Prefill workers pay."""
         ADVICE_LOCAL: DisaggregationVerdict._Advice.ValueType  # 2
         """Do not disaggregate here."""
+        ADVICE_SHARED_CORES: DisaggregationVerdict._Advice.ValueType  # 3
+        """Nor here: prefill and decode workers compute on the same cores."""
 
     class Advice(_Advice, metaclass=_AdviceEnumTypeWrapper):
         """What to do."""
@@ -509,6 +511,8 @@ class DisaggregationVerdict(_message.Message):
     """Prefill workers pay."""
     ADVICE_LOCAL: DisaggregationVerdict.Advice.ValueType  # 2
     """Do not disaggregate here."""
+    ADVICE_SHARED_CORES: DisaggregationVerdict.Advice.ValueType  # 3
+    """Nor here: prefill and decode workers compute on the same cores."""
 
     MODEL_FIELD_NUMBER: _builtins.int
     ADVICE_FIELD_NUMBER: _builtins.int

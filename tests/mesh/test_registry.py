@@ -42,6 +42,9 @@ def make_record(worker_id: str = "decode-0", incarnation: str = "one") -> Worker
         num_blocks=100,
         max_model_len=8192,
         max_num_batched_tokens=256,
+        layout={"block_size": "16"},
+        cpus=(0, 1),
+        num_threads=2,
     )
 
 

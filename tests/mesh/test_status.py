@@ -12,6 +12,11 @@ Verdict = scheduler_pb2.DisaggregationVerdict
     ("advice", "word", "sentence"),
     [
         (Verdict.ADVICE_LOCAL, "local", "m: do not disaggregate here: to the first token 51 ms"),
+        (
+            Verdict.ADVICE_SHARED_CORES,
+            "shared_cores",
+            "m: do not disaggregate here: prefill and decode workers compute on the same cores: to",
+        ),
         (Verdict.ADVICE_DISAGGREGATE, "disaggregate", "m: disaggregation pays: to the first"),
         (Verdict.ADVICE_UNSPECIFIED, "unknown", "m: too little is measured"),
     ],

@@ -52,6 +52,19 @@ def test_idle_mesh_takes_the_time_of_the_prefill() -> None:
     assert predict(num_cached_tokens=900).ttft_s == pytest.approx(0.02, rel=0.1)
 
 
+def test_prompts_on_the_prefill_worker_s_cores_are_waited_for_wherever_they_are() -> None:
+    cores = {"transfer_address": "m0:1", "cpus": frozenset({0, 1}), "num_threads": 2}
+    prefill = replace(PREFILL, **cores)  # type: ignore[arg-type]
+    busy = replace(DECODE, charged=ActiveLoad(1, 2000, 100), **cores)  # type: ignore[arg-type]
+
+    assert predict(prefill, busy).ttft_s == pytest.approx(0.6, rel=0.02)
+    assert predict(PREFILL, replace(DECODE, charged=busy.charged)).ttft_s == pytest.approx(
+        0.2, rel=0.02
+    )
+    # A mesh of decode workers alone counts them once.
+    assert predict(busy).ttft_s == pytest.approx(0.6, rel=0.02)
+
+
 def test_work_ahead_is_shared_by_the_prefill_workers() -> None:
     busy = replace(PREFILL, charged=ActiveLoad(1, 2000, 100))
     idle = replace(PREFILL, worker_id="p1", holder_id="p1@1")

@@ -138,6 +138,60 @@ def test_the_other_mode_is_tried_once_in_a_while() -> None:
     assert {one.mode for one in explored} == {PlacementMode.DISAGGREGATED}
 
 
+ON_CORES = {"transfer_address": "m0:1", "cpus": frozenset({0, 1}), "num_threads": 2}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "mode"),
+    [
+        (ON_CORES, PlacementMode.LOCAL),
+        (ON_CORES | {"num_threads": 1}, PlacementMode.LOCAL),
+        (ON_CORES | {"transfer_address": "m1:1"}, PlacementMode.DISAGGREGATED),
+        (ON_CORES | {"cpus": frozenset({2, 3})}, PlacementMode.DISAGGREGATED),
+        # Room for the threads of both.
+        (ON_CORES | {"cpus": frozenset({0, 1, 2, 3})}, PlacementMode.DISAGGREGATED),
+        # Neither computes on cores.
+        ({"transfer_address": "m0:1"}, PlacementMode.DISAGGREGATED),
+    ],
+)
+def test_prefill_workers_on_the_decode_worker_s_cores_are_of_no_use(
+    prefill: dict[str, object], mode: PlacementMode
+) -> None:
+    remote_is_faster = measured(prefill_tokens_per_s=50_000, pull_s=0.001)
+    on_cores = replace(DECODE, **ON_CORES)  # type: ignore[arg-type]
+
+    decision = decide(remote_is_faster, on_cores, replace(PREFILL, **prefill))  # type: ignore[arg-type]
+
+    assert decision.mode is mode
+    assert (decision.reason is Reason.SHARED_CORES) is (mode is PlacementMode.LOCAL)
+
+
+def test_until_something_is_measured_shared_cores_do_not_matter() -> None:
+    decode, prefill = (replace(one, **ON_CORES) for one in (DECODE, PREFILL))  # type: ignore[arg-type]
+
+    assert decide(Estimates(), decode, prefill).reason is Reason.PREFILL_REMOTE
+
+
+def test_shared_cores_are_put_to_the_test_once_in_a_while() -> None:
+    decode, prefill = (replace(one, **ON_CORES) for one in (DECODE, PREFILL))  # type: ignore[arg-type]
+    settings = replace(SETTINGS, explore_ratio=1)
+
+    decision = decide(measured(), decode, prefill, settings)
+
+    assert (decision.mode, decision.reason) == (PlacementMode.DISAGGREGATED, Reason.EXPLORE)
+
+
+def test_verdict_names_shared_cores() -> None:
+    comparisons = Comparisons(min_needed=2)
+    comparisons.add(Comparison(0.2, 0.1, shares_cores=True))
+    comparisons.add(Comparison(0.2, 0.1, shares_cores=True))
+    assert comparisons.verdict().advice is Advice.SHARED_CORES
+
+    comparisons.add(Comparison(0.2, 0.1))
+
+    assert comparisons.verdict().advice is Advice.DISAGGREGATE
+
+
 @pytest.mark.parametrize(
     ("local_s", "remote_s", "advice"),
     [
