@@ -111,12 +111,25 @@ def test_digits_of_numbers_arrive_unchanged(client: Client, digits: str) -> None
 
 # NG-03, GW-03
 def test_explicit_null_is_left_alone(client: Client) -> None:
-    body = b'{"temperature":null,"max_tokens":null,"stream":null,"messages":[{"content":null}]}'
+    for messages in (b"null", b'[{"content":null}]'):
+        body = b'{"temperature":null,"max_tokens":null,"stream":null,"messages":' + messages + b"}"
 
-    answer = client.send(body)
+        answer = client.send(body)
 
-    assert answer.received().body == body
-    assert "x-pdmesh-param-actions" not in answer.headers
+        assert answer.received().body == body
+        assert "x-pdmesh-param-actions" not in answer.headers
+
+
+# NG-03
+def test_null_in_an_answer_is_left_alone(background: Background, tmp_path: Path) -> None:
+    told = b'{"choices":[],"usage":null}'
+    with (
+        upstream(background, _Scripted(response(200, told))) as port,
+        run_nginx(tmp_path, RULES, [port]) as nginx,
+    ):
+        answer = send_once(nginx.port)
+
+    assert (answer.status, answer.body) == (200, told)
 
 
 # GW-11
