@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 import socket
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import Context
@@ -45,6 +46,9 @@ class LocalCallServicer(local_call_pb2_grpc.LocalCallServiceServicer):
         self._handlers += handlers
 
     async def start(self) -> None:
+        """Listen, where there are such sockets; elsewhere nothing is offered."""
+        if sys.platform != "linux":
+            return
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         listening.bind(f"\0{self._socket_name}")
         self._server = await asyncio.get_running_loop().create_unix_server(
@@ -73,6 +77,8 @@ class LocalCallServicer(local_call_pb2_grpc.LocalCallServiceServicer):
     async def Offer(
         self, request: local_call_pb2.OfferRequest, context: Any
     ) -> AsyncGenerator[local_call_pb2.OfferResponse, None]:
+        if self._server is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "no local calls on this system")
         offer = _Offer()
         token = secrets.token_bytes(16)
         self._offers[token] = offer

@@ -3,13 +3,14 @@
 import asyncio
 import socket
 import struct
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
-from mesh.client import connect, is_connection_lost, mesh_errors
+from mesh.client import connect, is_connection_lost, mesh_errors, settled
 from mesh.errors import DeadlineExceeded, WorkerUnavailable
 from mesh.local_calls.client import LocalCall
 from mesh.local_calls.wire import WINDOW
@@ -79,6 +80,22 @@ async def test_long_requests_and_several_addresses_go_by_grpc() -> None:
             call = EchoStub(channel).unary_unary(b"x", timeout=5)
             assert not isinstance(call, LocalCall)
             assert await call == b"x"
+        await channel.close()
+
+
+async def test_where_there_is_no_such_socket_calls_go_by_grpc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(Transport, "is_local", False)
+    async with serving(UnaryUnary=echo) as stub:
+        channel = connect(stub.address, calls_locally=True)
+        async with asyncio.timeout(1):
+            await settled(channel)
+        call = EchoStub(channel).unary_unary(b"x", timeout=5)
+
+        assert not isinstance(call, LocalCall)
+        assert await call == b"x"
         await channel.close()
 
 
