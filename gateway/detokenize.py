@@ -14,6 +14,7 @@ from gateway.generation import Chunk, Job
 from gateway.local_text import LocalText
 from gateway.patience import Patience
 from gateway.text_sequence import NewText, TextSequence
+from mesh.client import settled
 from mesh.errors import DeadlineExceeded, InternalError
 from mesh.telemetry import current_traceparent
 from mesh.text.token_bytes import TokenBytes
@@ -44,6 +45,7 @@ class Detokenizer:
     ) -> None:
         """`token_bytes` has those models, by name; it may change."""
         self._token_bytes = token_bytes
+        self._channel = channel
         self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         self._append_timeout_s = append_timeout_s
         self._sequence_ids = itertools.count(1)
@@ -76,6 +78,7 @@ class Detokenizer:
     async def _stay_connected(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
         while True:
+            await settled(self._channel)
             # The one call without a deadline: it lives as long as the gateway.
             connection = _Connection(self._stub.Detokenize(wait_for_ready=True))
             self._connection = connection

@@ -134,6 +134,24 @@ def test_genai_histograms_have_the_standard_buckets(
     assert len(bounds) == num_buckets + 1
 
 
+def test_a_histogram_counts_from_below_and_a_bound_belongs_to_the_bucket_under_it() -> None:
+    name = "gen_ai_server_time_per_output_token_seconds"
+    series = {"gen_ai_request_model": "other"}
+    bounds = {"below": "0.01", "next": "0.025", "all": "+Inf"}
+
+    def counts() -> dict[str, float]:
+        return {key: value(f"{name}_bucket", **series, le=le) for key, le in bounds.items()}
+
+    before, total = counts(), value(f"{name}_sum", **series)
+    for seconds in (0.01, 0.011, 99.0):
+        metrics.TIME_PER_OUTPUT_TOKEN.record(seconds, {"gen_ai.request.model": "no such model"})
+    after = counts()
+
+    assert {key: after[key] - before[key] for key in bounds} == {"below": 1, "next": 2, "all": 3}
+    assert value(f"{name}_count", **series) == after["all"]
+    assert value(f"{name}_sum", **series) - total == pytest.approx(99.021)
+
+
 def test_gauges_report_what_is_watched_until_it_is_not() -> None:
     num_free = 7
     unwatch = metrics.NUM_FREE_BLOCKS.watch(lambda: num_free)
