@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -59,7 +60,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._leases = leases
         self._handovers = handovers
         self._holder = holder
-        self._num_requests = itertools.count(1)
+        # Handles of a former process at this address are none of ours, though it may have had the
+        # same requests: their readers may still be giving them back.
+        self._num_requests = itertools.count(secrets.randbits(48))
 
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
