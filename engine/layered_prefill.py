@@ -20,7 +20,7 @@ from engine.request import Request
 _SHORTEST_S = 1e-6
 # Prompts that take no longer than so many objectives are computed in one step, with its decodes: in
 # several they would share time with others that begin meanwhile, and weights would be read twice.
-_WHOLE = 1.0
+_WHOLE = 1.5
 # How much of what looking at earlier tokens took is taken from the last measurement.
 _LEARNING = 0.1
 # By how much the least that a token took is taken to be more with every measurement.

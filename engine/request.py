@@ -167,7 +167,7 @@ class Request:
     remote_token: bool = False
     # Colder tiers may have KV of the prompt; ask before computing it.
     tiered_kv: bool = False
-    # How much they have, if that is known: no more than this is asked for.
+    # Leading tokens that they have, if that is known: no reason to ask if the cache has as many.
     num_tiered_tokens: int | None = None
 
     # The engine's own bookkeeping.

@@ -44,11 +44,10 @@ def forecast(
     """
     serving = [worker for worker in workers if worker.model == facts.model]
     decoders = [worker for worker in serving if worker.role is Role.DECODE]
-    prefillers = [worker for worker in serving if worker.role is Role.PREFILL] or decoders
+    pool = [worker for worker in serving if worker.role is Role.PREFILL]
+    prefillers = pool or decoders
     # Prompts may be computed there as well, on the same cores.
-    beside = [one for one in decoders if any(map(one.shares_cores, prefillers))]
-    if prefillers is decoders:
-        beside = []
+    beside = [one for one in decoders if any(map(one.shares_cores, pool))]
     prefill_time = estimates.prefill_time(Role.PREFILL)
     if prefill_time is None or not decoders:
         return None

@@ -189,7 +189,11 @@ def test_tiers_that_have_more_than_is_cached_here_are_asked() -> None:
     engine = make_engine()
     run_to_end(engine, Request("before", prompt_of(9), GREEDY))
 
-    wanted_of(engine, Request("r", prompt_of(22), GREEDY, tiered_kv=True, num_tiered_tokens=12))
+    request = Request("r", prompt_of(22), GREEDY, tiered_kv=True, num_tiered_tokens=12)
+
+    wanted = wanted_of(engine, request)
+
+    assert (wanted.first_block_index, len(wanted.keys)) == (2, 3)
 
 
 def test_a_request_aborted_while_a_tier_is_read_keeps_its_blocks_until_that_has_ended() -> None:

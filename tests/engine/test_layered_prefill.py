@@ -49,9 +49,9 @@ def short(request_id: str) -> Request:
     return Request(request_id, [5, int(request_id[1:]) + 3], GREEDY)
 
 
-def long(request_id: str, length: int = 40, max_tokens: int = 3) -> Request:
+def long(request_id: str, length: int = 40, max_tokens: int = 3, token: int = 7) -> Request:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    return Request(request_id, [7] * length, params)
+    return Request(request_id, [token] * length, params)
 
 
 def assert_nothing_is_taken(engine: Engine) -> None:
@@ -122,6 +122,46 @@ def test_that_a_long_context_is_slow_does_not_keep_short_prompts_waiting() -> No
     bench.engine.add_request(short("s1"))
 
     assert sorted(bench.step()) == ["s0", "s1"]
+
+
+def measured(context_s: float = 0.0) -> Bench:
+    """One that has seen a pass: a token takes four seconds by 39. "s0" decodes."""
+    bench = Bench(objective_s=1.0)
+    bench.start("s0")
+    bench.engine.add_request(long("before", 39, max_tokens=1))
+    while "before" not in bench.step():
+        pass
+    assert bench.engine._layered is not None
+    bench.engine._layered._context_s = context_s
+    return bench
+
+
+def test_a_whole_prompt_of_one_and_a_half_objectives_goes_with_the_decodes() -> None:
+    bench = measured()
+    bench.engine.add_request(long("short", 14, token=9))
+    assert sorted(bench.step()) == ["s0", "short"]
+
+    bench.engine.add_request(long("longer", 15, token=11))
+
+    assert "longer" not in bench.step()
+
+
+def test_a_prompt_that_looks_at_much_does_not_go_with_the_decodes() -> None:
+    # Its tokens have seven before them on average.
+    bench = measured(context_s=0.01)
+    bench.engine.add_request(long("short", 14, token=9))
+
+    assert bench.step() == ["s0"]
+
+
+def test_pieces_of_a_long_prompt_do_not_go_with_the_decodes() -> None:
+    bench = measured()
+    bench.engine.add_request(long("long", 51, token=9))
+    for _ in range(4):
+        assert "long" not in bench.step()
+
+    # Twelve tokens are left.
+    assert "long" not in bench.step()
 
 
 def test_prompts_in_parts_give_the_tokens_of_prompts_at_once() -> None:
