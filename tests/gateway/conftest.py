@@ -7,6 +7,8 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pytest_asyncio import is_async_test
@@ -65,3 +67,29 @@ def spans() -> Iterator[InMemorySpanExporter]:
     telemetry.start_tracing("gateway", SimpleSpanProcessor(exporter))
     yield exporter
     telemetry.shutdown()
+
+
+class _CountedSpans(SpanProcessor):
+    """How many began, and how many ended."""
+
+    def __init__(self) -> None:
+        self.num_started = self.num_ended = 0
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        self.num_started += 1
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.num_ended += 1
+
+
+@pytest.fixture(params=["off", "on"])
+def tracing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """OB-03: what goes wrong is noticed alike, and every span that began has an end."""
+    if request.param == "off":
+        yield
+        return
+    counted = _CountedSpans()
+    telemetry.start_tracing("gateway", counted)
+    yield
+    telemetry.shutdown()
+    assert counted.num_started == counted.num_ended > 0

@@ -37,6 +37,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     has_byte_tokens: bool = False
     # Changes with the tokens.
     tokenizer_sha256: str = "1"
+    # Raised by Encode.
+    encode_error: BaseException | None = None
     # Raised by GetTokenBytes.
     token_bytes_error: MeshError | None = None
     num_encodes: int = 0
@@ -75,6 +77,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         self.num_encodes += 1
         if self.encode_gate is not None:
             await self.encode_gate.wait()
+        if self.encode_error is not None:
+            raise self.encode_error
         if request.model != MODEL:
             raise ModelNotFound("unknown")
         text = request.text if request.WhichOneof("input") == "text" else self._render(request.chat)

@@ -131,10 +131,18 @@ async def test_huge_prompt_holds_nobody_up(http: httpx.AsyncClient, mesh: FakeMe
             await http.get("/health")
             gaps.append(time.monotonic() - started)
 
-    polling = asyncio.create_task(poll())
+    async def stream() -> None:
+        while not is_over.is_set():
+            started = time.monotonic()
+            async with http.stream("POST", CHAT, json=chat(stream=True)) as response:
+                async for _ in response.aiter_raw():
+                    gaps.append(time.monotonic() - started)
+                    started = time.monotonic()
+
+    others = asyncio.gather(poll(), stream())
     response = await http.post("/v1/completions", json=completion("a" * 5_000_000))
     is_over.set()
-    await polling
+    await others
 
     assert response.status_code == 400
     assert str(WINDOW) in response.json()["error"]["message"]

@@ -6,16 +6,17 @@ import logging
 import random
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+import pytest_asyncio
 
-from mesh import telemetry
+from gateway.keys.model import Limits
 from tests.gateway.fakes import FakeMesh
+from tests.gateway.keyed import add_key, bearer
 from tests.gateway.running import RunningGateway, chat, eventually, run_gateway
 
 CHAT = "/v1/chat/completions"
@@ -25,30 +26,8 @@ ENDLESS = [ord("x")] * 5000
 PROMPTLY_S = 4.0
 
 
-@pytest.fixture(autouse=True, params=["off", "on"])
-def tracing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """OB-03: a client that leaves is noticed alike, and every span it began has an end."""
-    if request.param == "off":
-        yield
-        return
-    ends = CountedSpans()
-    telemetry.start_tracing("gateway", ends)
-    yield
-    telemetry.shutdown()
-    assert ends.num_started == ends.num_ended > 0
-
-
-class CountedSpans(SpanProcessor):
-    """How many began, and how many ended."""
-
-    def __init__(self) -> None:
-        self.num_started = self.num_ended = 0
-
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        self.num_started += 1
-
-    def on_end(self, span: ReadableSpan) -> None:
-        self.num_ended += 1
+# OB-03
+pytestmark = pytest.mark.usefixtures("tracing")
 
 
 class Client:
@@ -59,11 +38,13 @@ class Client:
         self._writer = writer
 
     @classmethod
-    async def send(cls, gateway: RunningGateway, body: dict[str, Any]) -> "Client":
+    async def send(
+        cls, gateway: RunningGateway, body: dict[str, Any], headers: str = ""
+    ) -> "Client":
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         payload = json.dumps(body).encode()
         writer.write(
-            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{headers}"
             f"content-length: {len(payload)}\r\n\r\n".encode()
             + payload
         )
@@ -166,16 +147,31 @@ async def test_leaving_during_encode_starts_nothing(
     assert not mesh.scheduler.admits
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def strict_gateway(
+    mesh: FakeMesh, tmp_path: Path
+) -> AsyncIterator[tuple[RunningGateway, str]]:
+    """A gateway with keys, limits and rules, and a key of it."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("rules: [{default: {temperature: 0.5}, headers: {remove: [user-agent]}}]")
+    limits = Limits(max_concurrency=100, requests_per_minute=10_000)
+    key = add_key(tmp_path / "keys.json", "ada", limits=limits)
+    async with run_gateway(mesh, keys_path=tmp_path / "keys.json", rules_path=rules) as running:
+        yield running, key
+
+
 async def test_many_clients_that_leave_at_random_leave_nothing_behind(
-    gateway: RunningGateway, mesh: FakeMesh, caplog: pytest.LogCaptureFixture
+    strict_gateway: tuple[RunningGateway, str], mesh: FakeMesh, caplog: pytest.LogCaptureFixture
 ) -> None:
     # ST-05, ST-06, ST-08, OB-01
+    gateway, key = strict_gateway
     mesh.model.default = ENDLESS
     chance = random.Random(7)
     caplog.set_level(logging.INFO)
 
     async def come_and_go() -> None:
-        client = await Client.send(gateway, chat(stream=chance.random() < 0.6, max_tokens=50))
+        body = chat(stream=chance.random() < 0.6, max_tokens=50)
+        client = await Client.send(gateway, body, f"authorization: Bearer {key}\r\n")
         await asyncio.sleep(chance.uniform(0, 0.05))
         await client.leave(chance.choice(["FIN", "RST"]))
 
@@ -185,11 +181,12 @@ async def test_many_clients_that_leave_at_random_leave_nothing_behind(
 
     finished = [one for one in caplog.records if one.message == "request finished"]
     ids = [one.__dict__["request_id"] for one in finished]
-    assert len(ids) == len(set(ids))
+    assert len(ids) == len(set(ids)) > 20
+    assert {one.__dict__["key"] for one in finished} == {"ada"}
     assert [one.getMessage() for one in caplog.records if one.levelno >= logging.ERROR] == []
     async with httpx.AsyncClient(base_url=gateway.url) as http:
         mesh.reset()
-        assert (await http.post(CHAT, json=chat())).status_code == 200
+        assert (await http.post(CHAT, json=chat(), headers=bearer(key))).status_code == 200
 
 
 async def test_finished_requests_leave_nothing_behind(

@@ -168,9 +168,11 @@ async def test_a_client_that_leaves_ends_a_fed_decode(
     http: httpx.AsyncClient, mesh: FakeMesh
 ) -> None:
     await open_feeds(http, mesh)
+    mesh.decode.was_active.clear()
     mesh.decode.steps = asyncio.Semaphore(3)
     async with http.stream("POST", CHAT, json=chat(stream=True)) as response:
         await anext(response.aiter_lines())
+        await mesh.decode.was_active.wait()
 
     await mesh.quiet()
 

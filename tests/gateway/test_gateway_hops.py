@@ -67,13 +67,17 @@ async def test_streams_that_are_left_midway_block_nobody(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), ValueError("secret")])
-@pytest.mark.parametrize("service", ["scheduler", "prefill", "decode", "decode mid-stream"])
+@pytest.mark.parametrize(
+    "service", ["tokenizer", "scheduler", "prefill", "decode", "decode mid-stream"]
+)
 async def test_stray_error_in_a_service_is_an_answer_and_never_a_wait(
     http: httpx.AsyncClient, mesh: FakeMesh, service: str, error: BaseException, stream: bool
 ) -> None:
     # GR-04
     fault = Fault(after=3 if "mid" in service else 0, error=error, num_calls=100)  # type: ignore[arg-type]
-    if service == "scheduler":
+    if service == "tokenizer":
+        mesh.tokenizer.encode_error = error
+    elif service == "scheduler":
         mesh.scheduler.error = error  # type: ignore[assignment]
     elif service == "prefill":
         mesh.prefill.faults = [fault]

@@ -68,11 +68,11 @@ async def test_reused_request_id_is_not_aborted_with_its_predecessor(
 ) -> None:
     # ST-18 (b)
     async with httpx.AsyncClient(base_url=gateway.url) as http:
-        for _ in range(20):
+        for number in range(20):
             leaving = asyncio.create_task(
                 http.post(CHAT, json=chat(), headers={"x-request-id": "X"})
             )
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.0005 * number)
             leaving.cancel()
             response = await http.post(CHAT, json=chat(), headers={"x-request-id": "X"})
             assert response.json()["choices"][0]["message"]["content"] == "Hello, world!"

@@ -1,5 +1,6 @@
 """Messages and tools: what the tokenizer is given, and what is refused by its place."""
 
+import json
 from typing import Any
 
 import httpx
@@ -58,12 +59,17 @@ async def test_tool_calls_come_without_content(
 
 
 @pytest.mark.parametrize("role", ["user", "system", "assistant", "tool", "developer"])
-async def test_text_parts_are_accepted_in_every_role(http: httpx.AsyncClient, role: str) -> None:
+async def test_text_parts_reach_the_tokenizer_in_every_role(
+    http: httpx.AsyncClient, mesh: FakeMesh, role: str
+) -> None:
     # GW-17
     parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "hello"}]
     messages = [{"role": role, "content": parts}, {"role": "user", "content": "hi"}]
 
-    assert (await http.post(CHAT, json={"model": MODEL, "messages": messages})).status_code == 200
+    response = await http.post(CHAT, json={"model": MODEL, "messages": messages})
+
+    assert response.status_code == 200
+    assert json.loads(mesh.tokenizer.chats[-1].messages_json) == messages
 
 
 @pytest.mark.parametrize(

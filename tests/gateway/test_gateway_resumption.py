@@ -176,6 +176,7 @@ async def test_sequence_whose_last_word_got_lost_is_finished_not_continued(
     assert len(mesh.scheduler.admits) == 1
 
 
+@pytest.mark.usefixtures("tracing")  # OB-03
 async def test_silent_worker_is_left_within_the_stall_timeout() -> None:
     # ST-16, GR-06: a frozen process keeps its connection open.
     async with FakeMesh() as mesh, run_gateway(mesh, stall_timeout_s=0.2) as gateway:
@@ -188,8 +189,10 @@ async def test_silent_worker_is_left_within_the_stall_timeout() -> None:
     assert list(mesh.scheduler.admits[1].excluded_worker_ids) == ["decode-0"]
 
 
+@pytest.mark.usefixtures("tracing")
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_killed_server_is_left_at_once(role: str) -> None:
+    # KV-19, OB-03
     async with FakeMesh(num_prefill=2) as mesh, run_gateway(mesh) as gateway:
         victim = mesh.prefill if role == "prefill" else mesh.decode
         victim.start_gate = asyncio.Event()

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway import sse
+from gateway.config import GatewayConfig
+from mesh.config import load
 from mesh.errors import (
     InternalError,
     InvalidRequest,
@@ -283,6 +287,7 @@ async def test_worker_lost_for_good_ends_the_stream_with_an_error(
     assert done == "[DONE]"
     assert error["error"]["type"] == "service_unavailable_error"
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
+    assert text_of(chunks)
     assert HELLO.startswith(text_of(chunks))
     await mesh.quiet()
     await eventually(lambda: mesh.tokenizer.num_open == 0 and not mesh.prefill.held)
@@ -365,6 +370,17 @@ async def test_silence_before_the_first_token_is_filled_with_comments(mesh: Fake
     assert text.startswith(": keep-alive\n\n: keep-alive\n\n: keep-alive\n\n")
     assert "data: \n" not in text
     assert text_of(parse_events(text)) == HELLO
+
+
+def test_shipped_times_keep_proxies_from_ending_a_quiet_stream() -> None:
+    # ST-10: the comments come more often than idle timeouts, and nginx waits longer than we do.
+    shipped = load(GatewayConfig)
+    conf = Path("deploy/openresty/nginx.conf").read_text()
+    [nginx_timeout_s] = re.findall(r"proxy_read_timeout (\d+)s;", conf)
+
+    assert shipped.stream_header_wait_s <= 15
+    assert shipped.keep_alive_interval_s <= 15
+    assert int(nginx_timeout_s) > shipped.request_timeout_s
 
 
 async def test_openai_client_reads_a_stream_with_comments(mesh: FakeMesh) -> None:

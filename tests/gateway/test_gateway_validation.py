@@ -1,18 +1,22 @@
 """Parameters: what is accepted, what is refused, and what reaches the workers."""
 
+import logging
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.gateway.asking import CHAT, COMPLETIONS, refused, sampling
+from tests.gateway.asking import BOTH, CHAT, COMPLETIONS, refused, sampling
 from tests.gateway.fake_tokenizer import EOS, MODEL, VOCAB_SIZE, WINDOW
 from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import chat, completion, events, text_of
 
 
-async def test_unknown_fields_are_ignored(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+async def test_unknown_fields_are_ignored_with_a_line_that_names_them(
+    http: httpx.AsyncClient, mesh: FakeMesh, caplog: pytest.LogCaptureFixture
+) -> None:
     # GW-14
+    caplog.set_level(logging.DEBUG, "gateway")
     message = {"role": "user", "content": "hello", "name": "ada", "id": 7}
     plain = await http.post(CHAT, json=chat("hello"))
     response = await http.post(
@@ -30,6 +34,9 @@ async def test_unknown_fields_are_ignored(http: httpx.AsyncClient, mesh: FakeMes
     assert response.json()["choices"] == plain.json()["choices"]
     # Templates see the message as it was written.
     assert '"id": 7' in mesh.tokenizer.chats[-1].messages_json
+    [line] = [one for one in caplog.records if one.message == "ignored unknown parameters"]
+    assert line.levelno == logging.DEBUG
+    assert line.__dict__["parameters"] == ["foo", "store"]
 
 
 UNSUPPORTED = [
@@ -136,11 +143,12 @@ async def test_token_outside_the_vocabulary_is_refused(http: httpx.AsyncClient) 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", ["no-such-model", f" {MODEL}", MODEL.upper(), f"{MODEL} "])
+@pytest.mark.parametrize(("path", "make"), BOTH)
 async def test_unknown_model_is_404_and_no_worker_is_asked(
-    http: httpx.AsyncClient, mesh: FakeMesh, name: str, stream: bool
+    http: httpx.AsyncClient, mesh: FakeMesh, path: str, make: Any, name: str, stream: bool
 ) -> None:
     # GW-20
-    response = await http.post(CHAT, json={**chat(stream=stream), "model": name})
+    response = await http.post(path, json={**make(stream=stream), "model": name})
 
     assert response.status_code == 404
     assert response.headers["content-type"] == "application/json"
@@ -150,13 +158,16 @@ async def test_unknown_model_is_404_and_no_worker_is_asked(
     assert not mesh.scheduler.admits
 
 
-@pytest.mark.parametrize("name", [None, 5, "", ["a"]])
-async def test_model_that_is_no_name_is_refused(http: httpx.AsyncClient, name: Any) -> None:
+@pytest.mark.parametrize("named", [{"model": name} for name in (None, 5, "", ["a"])] + [{}])
+@pytest.mark.parametrize(("path", "make"), BOTH)
+async def test_model_that_is_no_name_is_refused(
+    http: httpx.AsyncClient, path: str, make: Any, named: dict[str, Any]
+) -> None:
     # GW-20
-    assert (await refused(http, CHAT, {**chat(), "model": name}))["param"] == "model"
-    body = chat()
+    body = make()
     del body["model"]
-    assert (await refused(http, CHAT, body))["param"] == "model"
+
+    assert (await refused(http, path, body | named))["param"] == "model"
 
 
 async def test_every_chunk_names_the_model_as_the_client_did(http: httpx.AsyncClient) -> None:

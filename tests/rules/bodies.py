@@ -4,6 +4,27 @@ import json
 
 from hypothesis import strategies as st
 
+# What is no JSON, or JSON that two parsers could read in two ways.
+MALFORMED = [
+    b'{"model":"m","messages":[',
+    b'{"model":"\xff"}',
+    b'{"temperature":NaN}',
+    b'{"temperature":Infinity}',
+    b'{"temperature":-Infinity}',
+    b'{"temperature":1e999}',
+    b'{"temperature":0,"temperature":1}',
+    b'{"metadata":{"a":1,"a":1}}',
+    b'\xef\xbb\xbf{"model":"m"}',
+    '{"model":"m"}'.encode("utf-16-le"),
+    '{"model":"m"}'.encode("utf-16"),
+    b'{"model":"m"} x',
+    b'{"model":"\\ud800"}',
+    b'{"\\udc00":1}',
+    b'{"seed":' + b"1" * 5000 + b"}",
+    b"{'model':1}",
+    b'{"model":"a\nb"}',
+]
+
 SPACE = st.sampled_from(["", "", "", "", " ", "\n", "\t", "\r\n", "  \n\t"])
 
 NUMBERS = st.one_of(

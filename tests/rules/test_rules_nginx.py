@@ -6,12 +6,14 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from gateway.rules.loader import parse
 from gateway.rules.lua import compile_to_lua
+from tests.rules.bodies import MALFORMED
 from tests.rules.nginx import Nginx, run_nginx
 from tests.rules.wire import Answer, Background, Client, Received, response, send_once, upstream
 
@@ -47,6 +49,11 @@ def _body_of(num_bytes: int) -> bytes:
     return start + b"x" * (num_bytes - len(start) - len(end)) + end
 
 
+def _edited(body: bytes) -> bytes:
+    """What the rules make of it."""
+    return body.replace(b'"alias"', b'"smol"')[:-1] + b',"max_tokens":64,"temperature":0.7}'
+
+
 def _assert_openai_error(answer: Answer, status: int) -> None:
     assert answer.status == status
     assert answer.headers["content-type"] == "application/json"
@@ -68,9 +75,8 @@ def test_rules_apply_to_bodies_in_memory_and_in_files(
 
     received = client.send(body, chunk_bytes=chunk_bytes).received()
 
-    expected = body.replace(b'"alias"', b'"smol"')[:-1] + b',"max_tokens":64,"temperature":0.7}'
-    assert received.body == expected
-    assert received.header("content-length") == [str(len(expected))]
+    assert received.body == _edited(body)
+    assert received.header("content-length") == [str(len(_edited(body)))]
 
 
 # NG-04, GW-13
@@ -90,6 +96,23 @@ def test_body_beyond_the_limit_is_refused_as_json(echoing: Nginx, chunk_bytes: i
     client.close()
 
 
+# NG-04
+@pytest.mark.parametrize("chunk_bytes", [None, 64 * 1024])
+def test_rules_apply_where_nginx_would_pass_bodies_on_as_they_come(
+    background: Background, tmp_path: Path, chunk_bytes: int | None
+) -> None:
+    unbuffered = {"proxy_request_buffering on;": "proxy_request_buffering off;"}
+    with (
+        upstream(background) as port,
+        run_nginx(tmp_path, RULES, [port], unbuffered) as nginx,
+        closing(Client(nginx.port)) as client,
+    ):
+        for num_bytes in (100, 128 * 1024, 128 * 1024 + 1, _MIB):
+            received = client.send(_body_of(num_bytes), chunk_bytes=chunk_bytes).received()
+
+            assert received.body == _edited(_body_of(num_bytes))
+
+
 # NG-01
 def test_empty_arrays_and_objects_stay_what_they_are(client: Client) -> None:
     body = b'{"model":"smol","messages":[{"role":"user","content":[]}],"stop":[],"tools":[],'
@@ -107,6 +130,12 @@ def test_digits_of_numbers_arrive_unchanged(client: Client, digits: str) -> None
     body = f'{{"seed":{digits},"prompt":[{digits}],"max_tokens":8,"temperature":0}}'.encode()
 
     assert client.send(body).received().body == body
+
+
+# GW-10
+@pytest.mark.parametrize("body", MALFORMED)
+def test_malformed_body_is_refused_as_json(client: Client, body: bytes) -> None:
+    _assert_openai_error(client.send(body), 400)
 
 
 # NG-03, GW-03
@@ -327,7 +356,8 @@ def test_no_upstream_at_all_is_an_openai_error(tmp_path: Path) -> None:
 
 # GW-26
 @pytest.mark.parametrize(
-    ("status", "payload"), [(502, b"<h1>Bad</h1>"), (200, b"<h1>Bad</h1>"), (200, b"")]
+    ("status", "payload"),
+    [(502, b"<h1>Bad</h1>"), (200, b"<h1>Bad</h1>"), (200, b""), (502, b"<h1>" + b"x" * 500)],
 )
 def test_page_of_the_upstream_becomes_an_openai_error(
     background: Background, tmp_path: Path, status: int, payload: bytes
@@ -340,7 +370,9 @@ def test_page_of_the_upstream_becomes_an_openai_error(
         log = nginx.log()
 
     _assert_openai_error(answer, 502)
-    assert f"status {status} and no JSON: {payload.decode()}" in log
+    logged = payload[:200].decode()
+    assert f"status {status} and no JSON: {logged}" in log
+    assert "x" * 200 not in log
 
 
 def test_reload_with_invalid_rules_keeps_the_old_ones(
