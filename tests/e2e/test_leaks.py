@@ -28,7 +28,8 @@ from tests.e2e.harness import MODEL, RunningMesh
 
 SOAK_S = float(os.environ.get("SOAK_S", "60"))
 NUM_STREAMS = 32
-STATES = {"queued": 0.0, "prefilling": 0.15, "decoding": 1.0}
+# Whose engine has begun with the request when its client leaves.
+STATES = {"asking": None, "prefilling": "prefill", "decoding": "decode"}
 
 
 class Watch:
@@ -36,12 +37,15 @@ class Watch:
 
     def __init__(self, mesh: RunningMesh) -> None:
         self._channels = contextlib.ExitStack()
-        self._asks: dict[str, Callable[[], int]] = {}
+        self._loads: dict[str, Callable[[], types_pb2.EngineLoad]] = {}
+        self._placements: dict[str, Callable[[], int]] = {}
         for service in mesh.records():
-            role = service.role
-            if role in ("prefill", "decode", "scheduler"):
+            if service.role in ("prefill", "decode", "scheduler"):
                 channel = self._channels.enter_context(grpc.insecure_channel(service.address))
-                self._asks[service.name] = partial(_HELD[role], channel)
+            if service.role in _LOADS:
+                self._loads[service.name] = partial(_LOADS[service.role], channel)
+            elif service.role == "scheduler":
+                self._placements[service.name] = partial(_held_by_scheduler, channel)
 
     def __enter__(self) -> "Watch":
         return self
@@ -51,8 +55,15 @@ class Watch:
 
     def held(self) -> dict[str, int]:
         """Whatever the mesh holds that an idle one does not."""
-        counts = {name: ask() for name, ask in self._asks.items()}
+        counts = {name: _num_held(load()) for name, load in self._loads.items()}
+        counts |= {name: ask() for name, ask in self._placements.items()}
         return {name: count for name, count in counts.items() if count}
+
+    def wait_until_running(self, role: str) -> None:
+        """Until an engine of this role computes; the time limit of tests bounds the wait."""
+        loads = [load for name, load in self._loads.items() if name.startswith(role)]
+        while not any(load().num_running for load in loads):
+            time.sleep(0.005)  # other processes have no event to wait for
 
     def wait_until_idle(self, timeout_s: float) -> dict[str, int]:
         """What is still held when nothing is any more, or `timeout_s` later."""
@@ -62,14 +73,20 @@ class Watch:
         return held
 
 
-def _held_by_prefill(channel: grpc.Channel) -> int:
+def _prefill_load(channel: grpc.Channel) -> types_pb2.EngineLoad:
     stub = prefill_pb2_grpc.PrefillServiceStub(channel)
-    return _num_held(stub.GetLoad(prefill_pb2.PrefillServiceGetLoadRequest(), timeout=5).load)
+    return stub.GetLoad(prefill_pb2.PrefillServiceGetLoadRequest(), timeout=5).load
 
 
-def _held_by_decode(channel: grpc.Channel) -> int:
+def _decode_load(channel: grpc.Channel) -> types_pb2.EngineLoad:
     stub = decode_pb2_grpc.DecodeServiceStub(channel)
-    return _num_held(stub.GetLoad(decode_pb2.DecodeServiceGetLoadRequest(), timeout=5).load)
+    return stub.GetLoad(decode_pb2.DecodeServiceGetLoadRequest(), timeout=5).load
+
+
+_LOADS: dict[str, Callable[[grpc.Channel], types_pb2.EngineLoad]] = {
+    "prefill": _prefill_load,
+    "decode": _decode_load,
+}
 
 
 def _held_by_scheduler(channel: grpc.Channel) -> int:
@@ -81,13 +98,6 @@ def _held_by_scheduler(channel: grpc.Channel) -> int:
 def _num_held(load: types_pb2.EngineLoad) -> int:
     used = load.num_blocks - load.num_free_blocks
     return used + load.num_leases + load.num_running + load.num_waiting
-
-
-_HELD: dict[str, Callable[[grpc.Channel], int]] = {
-    "prefill": _held_by_prefill,
-    "decode": _held_by_decode,
-    "scheduler": _held_by_scheduler,
-}
 
 
 @pytest.fixture
@@ -111,7 +121,9 @@ async def test_a_client_that_leaves_frees_everything_within_a_second(
             extra_body={"ignore_eos": True},
         )
     )
-    await asyncio.sleep(STATES[state])
+    await asyncio.sleep(0)  # it is on its way
+    if (role := STATES[state]) is not None:
+        await asyncio.to_thread(watch.wait_until_running, role)
 
     if request.done():  # its stream is open
         answer = request.result()
