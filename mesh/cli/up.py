@@ -159,7 +159,7 @@ async def _serve(home: Home, options: LaunchOptions, hang_timeout_s: float) -> i
 async def _run(supervisor: Supervisor, display: "_Display", launch: Launch, home: Home) -> None:
     with display:
         await supervisor.start(START_TIMEOUT_S)
-    console.print(ready_message(supervisor.state(), home))
+    console.print(ready_message(supervisor.state(), home), soft_wrap=True)
     fleet = Fleet(supervisor, launch, start_timeout_s=START_TIMEOUT_S)
     async with serving_fleet(fleet, launch.control_address):
         await supervisor.run_until_failed()
@@ -204,7 +204,7 @@ def _detach(home: Home) -> None:
         state = _wait_until_ready(home, process)
     if state is None:
         raise fail(log_path.read_text(errors="replace").strip())
-    console.print(ready_message(state, home))
+    console.print(ready_message(state, home), soft_wrap=True)
 
 
 def _wait_until_ready(home: Home, process: "subprocess.Popen[bytes]") -> MeshState | None:
