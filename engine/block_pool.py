@@ -28,6 +28,8 @@ class BlockEvents:
     # Where each stored key's content is, and the block's generation while it is there.
     block_ids: list[int] = field(default_factory=list, compare=False)
     generations: list[int] = field(default_factory=list, compare=False)
+    # Those of the stored ones that colder tiers have, because they came from there.
+    from_tiers: frozenset[bytes] = frozenset()
 
 
 class BlockPool:
@@ -67,6 +69,7 @@ class BlockPool:
         self._free_cached: OrderedDict[int, None] = OrderedDict()
         # True: stored, False: removed. The last change of a key is the one that counts.
         self._changes: dict[bytes, bool] = {}
+        self._from_tiers: set[bytes] = set()
 
     @property
     def num_free_blocks(self) -> int:
@@ -139,12 +142,14 @@ class BlockPool:
             found.append(block_id)
         return found
 
-    def register(self, block_id: int, key: bytes) -> None:
+    def register(self, block_id: int, key: bytes, *, is_from_tiers: bool = False) -> None:
         """Let others find a block, now that all its tokens are computed."""
         if key not in self._block_of and self._keys[block_id] is None:
             self._block_of[key] = block_id
             self._keys[block_id] = key
             self._changes[key] = True
+            if is_from_tiers:
+                self._from_tiers.add(key)
 
     def forget(self, block_ids: Sequence[int]) -> None:
         """Let nobody find these owned blocks any more: their content is not to be trusted."""
@@ -155,6 +160,7 @@ class BlockPool:
     def drain_events(self) -> BlockEvents:
         """What changed since the last call."""
         changes, self._changes = self._changes, {}
+        from_tiers, self._from_tiers = frozenset(self._from_tiers), set()
         stored = [key for key, is_stored in changes.items() if is_stored]
         block_ids = [self._block_of[key] for key in stored]
         return BlockEvents(
@@ -162,6 +168,7 @@ class BlockPool:
             removed=[key for key, is_stored in changes.items() if not is_stored],
             block_ids=block_ids,
             generations=self.generations_of(block_ids),
+            from_tiers=from_tiers,
         )
 
     def mark_filled(self, block_ids: Sequence[int]) -> None:
@@ -196,3 +203,4 @@ class BlockPool:
             self._keys[block_id] = None
             del self._block_of[key]
             self._changes[key] = False
+            self._from_tiers.discard(key)

@@ -202,7 +202,7 @@ class Engine:
         num_tokens = num_blocks * self._pool.block_size
         self._batcher.count_tier_hit(request, num_tokens)
         self._prompts.came_from_elsewhere(request, num_tokens)
-        self._advance(request, num_tokens)
+        self._advance(request, num_tokens, is_from_tiers=True)
         self._batcher.start_running(request)
         return True
 
@@ -342,7 +342,7 @@ class Engine:
                 break
         return events
 
-    def _advance(self, request: Request, num_tokens: int) -> None:
+    def _advance(self, request: Request, num_tokens: int, *, is_from_tiers: bool = False) -> None:
         """Count tokens as computed, and let others find the blocks that are now full."""
         block_size = self._pool.block_size
         num_full_before = request.num_computed_tokens // block_size
@@ -356,7 +356,7 @@ class Engine:
         for block_id, key in zip(
             request.block_ids[filled], request.block_keys[filled], strict=False
         ):
-            self._pool.register(block_id, key)
+            self._pool.register(block_id, key, is_from_tiers=is_from_tiers)
 
     def _commit_token(self, request: Request, token: SampledToken, now: float) -> TokenOutput:
         prompt_logprobs = tuple(_take(request.prompt_logprobs))

@@ -87,7 +87,10 @@ class TieredKv:
             return
         for key, *place in zip(events.stored, events.block_ids, events.generations, strict=True):
             block_id, generation = place
-            self._filled[key] = (block_id, generation)
+            # What came from disk stays there, and in the system's page cache. A copy in the host
+            # tier would cost as much as the reading did, just when the request is computed.
+            if key not in events.from_tiers:
+                self._filled[key] = (block_id, generation)
         while len(self._filled) > _MAX_WAITING_BLOCKS:
             self._filled.popitem(last=False)
         self._changed.set()

@@ -150,6 +150,22 @@ def test_blocks_from_colder_tiers_are_not_computed(num_blocks: int) -> None:
     assert is_idle(engine)
 
 
+def test_blocks_from_colder_tiers_are_told_from_those_that_were_computed() -> None:
+    engine = make_engine()
+    announced: list[BlockEvents] = []
+    engine.on_block_events = announced.append
+
+    wanted = wanted_of(engine, Request("r", prompt_of(18), GREEDY, tiered_kv=True))
+    engine._runner.write(wanted.block_ids[:2], 0, prompt_of(18)[:8])  # type: ignore[attr-defined]
+    engine.tiered_kv_done("r", 2)
+    run_to_end(engine)
+
+    stored = [key for events in announced for key in events.stored]
+    from_tiers = {key for events in announced for key in events.from_tiers}
+    assert set(wanted.keys[2:]) < set(stored) - from_tiers
+    assert from_tiers == set(wanted.keys[:2])
+
+
 def test_only_full_blocks_that_are_not_cached_are_asked_of_colder_tiers() -> None:
     engine = make_engine()
     prompt = prompt_of(22)

@@ -160,6 +160,15 @@ async def test_filled_blocks_are_offered_with_their_generations(rig: Rig) -> Non
     assert (list(stored.block_ids), list(stored.generations)) == ([4, 5], [1, 9])
 
 
+async def test_blocks_that_came_from_a_tier_are_not_stored_again(rig: Rig) -> None:
+    loaded = frozenset(KEYS[:1])
+    rig.tiered.offer(BlockEvents(list(KEYS), [], [4, 5], [1, 9], from_tiers=loaded))
+
+    stored = await asyncio.wait_for(rig.agent.stores.get(), 5)
+
+    assert tuple(stored.keys) == KEYS[1:]
+
+
 async def test_blocks_evicted_before_they_were_offered_are_not(rig: Rig) -> None:
     rig.tiered.offer(BlockEvents(list(KEYS), [], [4, 5], [1, 1]))
     rig.tiered.offer(BlockEvents([], [KEYS[0]]))
