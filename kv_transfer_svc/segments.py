@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 # Linux 5.14; absent from the mmap module of Python 3.11.
 _MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
 _GENERATION = np.dtype("<u4")
 
 
@@ -151,11 +150,13 @@ class Segment:
                 f"engine {self.spec.engine_id!r} has reused {len(changed)} of the blocks"
             )
 
-    def make_resident(self, first_block: int, num_blocks: int, *, for_writing: bool) -> None:
+    def make_resident(self, first_block: int, num_blocks: int) -> None:
         """Map the pages of a run at once, the first time that it is used.
 
         Left to page faults, a first copy runs at a third of the speed; mapping everything when
-        the engine attaches would count the whole segment as this process's memory.
+        the engine attaches would count the whole segment as this process's memory. Pages of
+        shared memory that are there are mapped many at a time when it is for reading, and can be
+        written to then; for writing they are mapped one by one.
         """
         run = slice(first_block, first_block + num_blocks)
         if self._is_resident[run].all():
@@ -163,9 +164,8 @@ class Segment:
         start = first_block * self.spec.block_bytes
         end = start + num_blocks * self.spec.block_bytes
         start -= start % mmap.PAGESIZE
-        advice = _MADV_POPULATE_WRITE if for_writing else _MADV_POPULATE_READ
         try:
-            self._map.madvise(advice, start, end - start)
+            self._map.madvise(_MADV_POPULATE_READ, start, end - start)
         except OSError:
             # An older kernel: the copy takes the faults.
             logger.debug("cannot populate pages", exc_info=True)

@@ -148,7 +148,7 @@ class BlockServer:
         block_ids = request.block_ids
         segment.check_generations(block_ids, request.generations)
         for first, count in request.runs.tolist():
-            segment.make_resident(first, count, for_writing=False)
+            segment.make_resident(first, count)
         if request.follows:
             patience = _Patience(connection, self._stall_timeout_s / _SIGNS_OF_LIFE)
             return _send_filled(connection, request, segment, patience)

@@ -149,7 +149,7 @@ class MooncakeTransport:
         def copy() -> int:
             start = 0
             for run in piece.runs:
-                destination.make_resident(run.destination, run.num_blocks, for_writing=True)
+                destination.make_resident(run.destination, run.num_blocks)
                 written = destination.blocks[run.destination : run.destination + run.num_blocks]
                 np.copyto(written, blocks[start : start + run.num_blocks])
                 start += run.num_blocks

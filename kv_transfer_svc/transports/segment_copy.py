@@ -86,5 +86,5 @@ def announce(destination: Segment, block_ids: Sequence[int], next_token_id: int)
 
 
 def _make_resident(source: Segment, destination: Segment, run: BlockRun) -> None:
-    source.make_resident(run.source, run.num_blocks, for_writing=False)
-    destination.make_resident(run.destination, run.num_blocks, for_writing=True)
+    source.make_resident(run.source, run.num_blocks)
+    destination.make_resident(run.destination, run.num_blocks)

@@ -167,7 +167,7 @@ class _Streams:
         self._ask(connection, runs, generations)
         num_bytes = 0
         for run in runs:
-            self._destination.make_resident(run.destination, run.num_blocks, for_writing=True)
+            self._destination.make_resident(run.destination, run.num_blocks)
             for piece in block_wire.pieces(
                 run.destination, run.num_blocks, self._source.block_bytes
             ):
@@ -182,7 +182,7 @@ class _Streams:
     ) -> int:
         for run in runs:
             # While there is time.
-            self._destination.make_resident(run.destination, run.num_blocks, for_writing=True)
+            self._destination.make_resident(run.destination, run.num_blocks)
         for run in runs:
             blocks = slice(run.destination, run.destination + run.num_blocks)
             room = self._destination.bytes_of(blocks)

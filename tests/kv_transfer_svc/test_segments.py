@@ -1,6 +1,7 @@
 """Segments: checked when attached, mapped while used, gone afterwards."""
 
 import os
+import resource
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -161,12 +162,19 @@ def test_pages_of_a_run_are_mapped_before_the_first_copy(tmp_path: Path) -> None
     Path(spec.path).write_bytes(bytes(spec.num_bytes))
     try:
         with SegmentTable().attached(spec) as segment:
-            segment.make_resident(3, 20, for_writing=True)
+            segment.make_resident(3, 20)
 
             assert _resident_bytes(spec.path) >= 20 * 40960
             assert _resident_bytes(spec.path) < 30 * 40960
+            num_faults = _num_page_faults()
+            segment.blocks[3:23] = 1
+            assert _num_page_faults() - num_faults < 20
     finally:
         os.unlink(spec.path)
+
+
+def _num_page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
 def _resident_bytes(path: str) -> int:
