@@ -12,8 +12,10 @@ import os
 import struct
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import xxhash
 
@@ -49,18 +51,43 @@ class BlockFile:
     def num_bytes(self) -> int:
         return self.payload_offset + len(self.keys) * self.block_bytes
 
-    def read_block(self, index: int, destination: memoryview) -> None:
-        """Fill `destination`; raises DamagedFile, whatever has been written by then."""
+
+class BlockReader:
+    """A file that is open while blocks are read from it, inside its block."""
+
+    def __init__(self, file: BlockFile) -> None:
+        """Raises DamagedFile."""
+        self.file = file
         try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(self.payload_offset + index * self.block_bytes)
-                num_bytes = _read_into(file.fileno(), destination)
+            self._descriptor = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise DamagedFile(f"{self.path.name}: {error}") from error
+            raise DamagedFile(f"{file.path.name}: {error}") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        os.close(self._descriptor)
+
+    def read(self, index: int, destination: memoryview) -> None:
+        """Fill `destination`; raises DamagedFile, whatever has been written by then."""
+        file = self.file
+        offset = file.payload_offset + index * file.block_bytes
+        try:
+            num_bytes = _read_into(self._descriptor, destination, offset)
+        except OSError as error:
+            raise DamagedFile(f"{file.path.name}: {error}") from error
         if num_bytes != len(destination):
-            raise DamagedFile(f"{self.path.name} ends after {num_bytes} bytes of block {index}")
-        if xxhash.xxh3_64_intdigest(destination) != self.checksums[index]:
-            raise DamagedFile(f"{self.path.name}: block {index} has another checksum")
+            raise DamagedFile(f"{file.path.name} ends after {num_bytes} bytes of block {index}")
+        # While the block is in the processor's cache.
+        if xxhash.xxh3_64_intdigest(destination) != file.checksums[index]:
+            raise DamagedFile(f"{file.path.name}: block {index} has another checksum")
+
+
+def read_ahead(file: BlockFile) -> None:
+    """Have the system read a file into its page cache; what cannot be read shows in its use."""
+    with suppress(OSError), file.path.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def write(folder: Path, blocks: Sequence[TierBlock]) -> BlockFile:
@@ -136,10 +163,10 @@ def read_header(path: Path) -> BlockFile:
     return file_
 
 
-def _read_into(descriptor: int, destination: memoryview) -> int:
+def _read_into(descriptor: int, destination: memoryview, offset: int) -> int:
     total = 0
     while total < len(destination):
-        num_bytes = os.readv(descriptor, [destination[total:]])
+        num_bytes = os.preadv(descriptor, [destination[total:]], offset + total)
         if num_bytes == 0:
             break
         total += num_bytes

@@ -7,7 +7,6 @@ afterwards, and the copy is thrown away.
 """
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,14 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kv_transfer_svc.segments import Segment
-from kv_transfer_svc.tiers.block_file import DamagedFile
-from kv_transfer_svc.tiers.disk_store import DiskBlock, DiskStore, report_damage
+from kv_transfer_svc.tiers import block_file
+from kv_transfer_svc.tiers.disk_store import DiskBlock, DiskStore
 from kv_transfer_svc.tiers.disk_writer import DiskWriter
 from kv_transfer_svc.tiers.host_pool import HostPool, TierBlock
+from kv_transfer_svc.tiers.loading import NUM_THREADS, BlockLoad, Source
 from kv_transfer_svc.transports.base import to_their_end
 from mesh import metrics
 from mesh.block_index import Tier
 from mesh.errors import InvalidRequest, KvTransferFailed
+from mesh.scheduling import compute_behind
 
 # A model's keys that a tier gained and lost.
 OnChange = Callable[[str, Tier, Sequence[bytes], Sequence[bytes]], None]
@@ -57,12 +58,16 @@ class ColdTiers:
         self.stats = TierStats()
         self._on_change = on_change
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-tier")
+        # Of their own: a request waits for these, and for what is stored nobody does.
+        self._load_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kv-load")
+        self._reading_ahead: ThreadPoolExecutor | None = None
         self._writer: DiskWriter | None = None
 
     async def __aenter__(self) -> Self:
         if self.disk is not None:
             for file in await asyncio.to_thread(self.disk.open):
                 self._on_change(file.model, "disk", file.keys, ())
+            self._read_ahead(self.disk)
             self._writer = DiskWriter(self.disk, self._on_change)
             await self._writer.start()
         return self
@@ -70,7 +75,21 @@ class ColdTiers:
     async def __aexit__(self, *exc_info: object) -> None:
         if self._writer is not None:
             await self._writer.stop()
-        self._threads.shutdown(wait=True)
+        if self._reading_ahead is not None:
+            self._reading_ahead.shutdown(cancel_futures=True)
+        for threads in (self._load_threads, self._threads):
+            threads.shutdown()
+
+    def _read_ahead(self, disk: DiskStore) -> None:
+        """Warm up what a restart has left cold, while the engines load and behind them.
+
+        It takes no more memory than the host tier may, and only as long as nobody else wants it.
+        """
+        thread = ThreadPoolExecutor(1, thread_name_prefix="kv-ahead", initializer=compute_behind)
+        for file in disk.latest(self.host.max_bytes):
+            thread.submit(block_file.read_ahead, file)
+        thread.shutdown(wait=False)
+        self._reading_ahead = thread
 
     async def flush(self) -> None:
         """Until everything that was stored so far is on disk."""
@@ -121,42 +140,22 @@ class ColdTiers:
         sources = self._leading(segment, keys)
         if not sources:
             return Loaded()
-        stopping = threading.Event()
-        damaged: list[DiskBlock] = []
-
-        def fill() -> int:
-            for number, (source, block_id) in enumerate(zip(sources, block_ids, strict=False)):
-                if stopping.is_set():
-                    return number
-                try:
-                    _fill(segment, block_id, source)
-                except DamagedFile as error:
-                    assert isinstance(source, DiskBlock)
-                    report_damage(error)
-                    damaged.append(source)
-                    return number
-            return len(sources)
-
-        filling = self._threads.submit(fill)
-
-        def stop() -> None:
-            stopping.set()
-            filling.cancel()
-
-        num_blocks = await to_their_end([filling], stop)
-        for block in damaged:
+        filling = BlockLoad(segment, block_ids[: len(sources)], sources)
+        await to_their_end(filling.start(self._load_threads), filling.stop)
+        for block in filling.damaged:
             self._drop(block)
+        num_blocks = filling.num_leading
         self._count(sources[:num_blocks])
         return Loaded(
             num_blocks, sum(isinstance(source, DiskBlock) for source in sources[:num_blocks])
         )
 
-    def _leading(self, segment: Segment, keys: Sequence[bytes]) -> list[TierBlock | DiskBlock]:
+    def _leading(self, segment: Segment, keys: Sequence[bytes]) -> list[Source]:
         """Where the blocks of the longest run of leading keys are, in the warmest tier each."""
-        sources: list[TierBlock | DiskBlock] = []
+        sources: list[Source] = []
         spec = segment.spec
         for key in keys:
-            source: TierBlock | DiskBlock
+            source: Source
             if (in_memory := self.host.get(key)) is not None:
                 source = in_memory
                 layout = (in_memory.layout_fingerprint, in_memory.data.nbytes)
@@ -197,7 +196,7 @@ class ColdTiers:
             self._on_change(file.model, "disk", (), file.keys)
         block.file.path.unlink(missing_ok=True)
 
-    def _count(self, sources: Sequence[TierBlock | DiskBlock]) -> None:
+    def _count(self, sources: Sequence[Source]) -> None:
         files = {
             source.file.path: source.file for source in sources if isinstance(source, DiskBlock)
         }
@@ -222,14 +221,6 @@ def _copy(segment: Segment, block_id: int, generation: int) -> NDArray[np.uint8]
     except KvTransferFailed:
         return None
     return data
-
-
-def _fill(segment: Segment, block_id: int, source: TierBlock | DiskBlock) -> None:
-    segment.make_resident(block_id, 1, for_writing=True)
-    if isinstance(source, TierBlock):
-        np.copyto(segment.blocks[block_id], source.data)
-    else:
-        source.file.read_block(source.index, segment.bytes_of(slice(block_id, block_id + 1)))
 
 
 def _check(segment: Segment, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:

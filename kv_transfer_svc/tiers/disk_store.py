@@ -56,6 +56,16 @@ class DiskStore:
                 path.unlink(missing_ok=True)
         return list(self._files.values())
 
+    def latest(self, max_bytes: int) -> list[BlockFile]:
+        """The files used last, latest first, as many as have no more than `max_bytes` together."""
+        latest: list[BlockFile] = []
+        for file in reversed(self._files.values()):
+            max_bytes -= file.num_bytes
+            if max_bytes < 0:
+                break
+            latest.append(file)
+        return latest
+
     def find(self, key: bytes) -> DiskBlock | None:
         """Where a block is; its file is now the most recently used one."""
         found = self._blocks.get(key)

@@ -2,8 +2,9 @@
 
 import asyncio
 import hashlib
+import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -285,6 +286,79 @@ async def test_block_that_was_damaged_while_the_agent_ran_is_a_miss(
     assert list(agent.changes[-1][3]) == keys
 
 
+@pytest.mark.parametrize("damaged", [0, 5, 19, 20, 39])
+async def test_blocks_behind_a_damaged_one_do_not_count(
+    start: StartAgent, make_segment: MakeSegment, tmp_path: Path, damaged: int
+) -> None:
+    """Several threads fill so many blocks, and those behind it may have been filled by then."""
+    num_blocks = 40
+    keys = keys_of(*range(num_blocks))
+    agent = await start(disk=DiskStore(tmp_path, GB))
+    source = attach(agent, make_segment("p", num_blocks))
+    await store(agent, keys, list(range(num_blocks)))
+    expected = bytes_of(source, *range(num_blocks))
+    await agent.agent.drain()
+    destination = attach(agent, make_segment("d", num_blocks))
+    assert await load(agent, keys) == Loaded(num_blocks, num_blocks)
+    assert np.array_equal(bytes_of(destination, *range(num_blocks)), expected)
+    [path] = files_in(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[(damaged - num_blocks) * BLOCK_BYTES + 100] ^= 1
+    path.write_bytes(data)
+
+    assert await load(agent, keys) == Loaded(damaged, damaged)
+
+    assert not path.exists()
+
+
+async def test_load_does_not_wait_behind_what_is_stored(
+    start: StartAgent, make_segment: MakeSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = await start(host_memory_bytes=GB)
+    attach(agent, make_segment("p"))
+    attach(agent, make_segment("d"))
+    await store(agent, keys_of("here"), [0])
+    begun, may_go_on = threading.Semaphore(0), threading.Event()
+
+    def slow_copy(*arguments: Any) -> None:
+        begun.release()
+        assert may_go_on.wait(10)
+
+    monkeypatch.setattr(cold_tiers, "_copy", slow_copy)
+    storing = [asyncio.create_task(store(agent, keys_of(name), [1])) for name in range(4)]
+    for _ in range(2):
+        await asyncio.to_thread(begun.acquire, timeout=5)
+
+    try:
+        async with asyncio.timeout(5):
+            assert await load(agent, keys_of("here")) == Loaded(1, 0)
+    finally:
+        may_go_on.set()
+        await asyncio.gather(*storing)
+
+
+async def test_files_used_last_are_read_ahead_after_a_restart(
+    start: StartAgent, make_segment: MakeSegment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = await start(disk=DiskStore(tmp_path, GB))
+    attach(agent, make_segment("p"))
+    attach(agent, make_segment("d"))
+    for number in range(3):
+        await store(agent, keys_of(number), [number])
+        await agent.agent.tiers.flush()
+    await load(agent, keys_of(0))
+    await agent.stop()
+    ahead: queue.Queue[Sequence[bytes]] = queue.Queue()
+    monkeypatch.setattr(block_file, "read_ahead", lambda file: ahead.put(file.keys))
+
+    again = await start(host_memory_bytes=2 * 10_000, disk=DiskStore(tmp_path, GB))
+
+    for key in keys_of(0, 2):
+        assert await asyncio.to_thread(ahead.get, timeout=5) == (key,)
+    await again.stop()
+    assert ahead.empty()
+
+
 async def test_what_a_crash_left_half_written_is_removed(start: StartAgent, tmp_path: Path) -> None:
     (tmp_path / "abc.tmp").write_bytes(b"half")
 
@@ -366,14 +440,12 @@ async def test_cancelled_load_writes_nothing_after_its_end(
     await store(agent, keys, [0, 1, 2, 3])
     before = bytes_of(destination, *range(16))
     has_begun, may_go_on = threading.Event(), threading.Event()
-    fill = cold_tiers._fill
 
-    def slow_fill(*arguments: Any) -> None:
-        fill(*arguments)
+    def slow(*arguments: Any) -> None:
         has_begun.set()
         assert may_go_on.wait(10)
 
-    monkeypatch.setattr(cold_tiers, "_fill", slow_fill)
+    monkeypatch.setattr(Segment, "make_resident", slow)
     loading = asyncio.create_task(load(agent, keys))
     await asyncio.to_thread(has_begun.wait)
 
