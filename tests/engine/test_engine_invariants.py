@@ -1,5 +1,7 @@
 """Requests come, wait, move, fail and are aborted at random; every block comes back."""
 
+import asyncio
+import random
 from collections import Counter
 
 from hypothesis import settings
@@ -9,9 +11,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.block_pool import BlockEvents
 from engine.config import SpeculationLimits
 from engine.layered_prefill import LayeredPrefill
-from engine.request import EngineEvent, RemoteKvWanted, Request, RequestFailed, TokenOutput
+from engine.request import (
+    EngineEvent,
+    RemoteKvWanted,
+    Request,
+    RequestFailed,
+    RequestStatus,
+    TokenOutput,
+)
 from engine.sampling import SamplingParams
+from mesh.block_index import BlockIndex
+from mesh.block_publisher import BlockPublisher
+from mesh.redis_client import connect_redis
 from tests.fakes import FakeClock, MemoryRunner, make_engine, naive_generate
+from tests.valkey import running_valkey
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 14
@@ -211,3 +224,80 @@ class EngineMachine(RuleBasedStateMachine):
 
 EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 test_every_block_comes_back = EngineMachine.TestCase
+
+
+class Storm:
+    """Requests of all kinds, each of which is aborted after some steps, in whichever state."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self.machine = EngineMachine()
+        self.machine.start(4, 6, 0, SpeculationLimits(3, 1), 2)
+        self._ends_at: dict[str, int] = {}
+        self._num_steps = 0
+        # In which states they were when they were aborted.
+        self.states: Counter[RequestStatus] = Counter()
+
+    def add_one(self) -> None:
+        """A request more, a few steps, and whatever else may happen."""
+        chance, machine = self._chance, self.machine
+        kind = chance.choice(["local", "local", "hold", "remote", "resumed"])
+        self._ends_at[f"r{machine.num_requests}"] = self._num_steps + chance.randint(0, 12)
+        machine.add(chance.randint(1, 12), chance.randint(3, 4), 8, kind)
+        for _ in range(chance.randint(1, 2)):
+            machine.step()
+            self._num_steps += 1
+            if machine.wanted and chance.random() < 0.3:
+                machine.answer_remote(chance.randrange(50), chance.random() < 0.5)
+            if machine.held and chance.random() < 0.5:
+                machine.release_hold(chance.randrange(50))
+            self._abort_those_due()
+        machine.every_block_has_its_owners_and_no_others()
+        machine.the_tables_hold_what_the_caller_knows()
+        machine.what_can_be_found_was_computed()
+
+    def _abort_those_due(self) -> None:
+        live = self.machine.live
+        for request_id in [one for one in live if self._ends_at[one] <= self._num_steps]:
+            self.states[live[request_id].status] += 1
+            self.machine.abort(sorted(live).index(request_id))
+            assert not self.machine.engine.abort(request_id)
+
+
+async def test_five_hundred_requests_aborted_in_all_states_leave_nothing_in_redis_either() -> None:
+    # KV-16
+    storm = Storm(16)
+    machine = storm.machine
+    with running_valkey() as server:
+        redis = connect_redis(f"redis://127.0.0.1:{server.port}/0")
+        publisher = BlockPublisher(BlockIndex(redis), "m", "w", "1", gather_s=0)
+        async with publisher:
+
+            def announce(events: BlockEvents) -> None:
+                machine.learn(events)
+                publisher.offer(events)
+
+            machine.engine.on_block_events = announce
+            for _ in range(500):
+                storm.add_one()
+                await asyncio.sleep(0)
+            for request_id in [f"r{number}" for number in range(500)]:
+                # Those that are over are not there to be aborted.
+                assert machine.engine.abort(request_id) == (request_id in machine.live)
+                machine.live.pop(request_id, None)
+            machine.teardown()
+
+            held = {key.hex().encode() for key in machine.findable}
+            async with asyncio.timeout(5):
+                # Redis is polled.
+                while await redis.smembers("mesh:{m}:held:w@1#device") != held:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+        assert await redis.keys("mesh:{m}:held:*") == []
+        assert await redis.keys("mesh:{m}:block:*") == []
+        await redis.aclose()
+    assert held
+    assert not machine.engine._requests
+    assert set(machine.engine._pool._num_owners) == {0}
+    assert set(storm.states) == set(RequestStatus) - {RequestStatus.FINISHED}
+    assert sum(storm.states.values()) > 250

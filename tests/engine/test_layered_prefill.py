@@ -1,5 +1,13 @@
 """Long prompts that are computed some layers at a time beside decodes."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from engine.batcher import ScheduledRequest
 from engine.engine import Engine
 from engine.layered_prefill import LayeredPrefill
 from engine.reports import StepReport
@@ -7,6 +15,7 @@ from engine.request import Request, TokenOutput
 from engine.sampling import SamplingParams
 from tests.fakes import (
     FakeClock,
+    MemoryPass,
     MemoryRunner,
     make_engine,
     naive_generate,
@@ -222,3 +231,62 @@ def test_a_report_counts_the_tokens_of_a_pass_in_the_step_that_ends_it() -> None
 
     assert [report.num_tokens for report in reports] == [1, 1, 1, 40]
     assert all(set(report.request_ids) == {"s0", "long"} for report in reports)
+
+
+@pytest.mark.parametrize("is_layered", [True, False])
+def test_gaps_of_a_stream_are_bounded_whatever_long_prompts_arrive(is_layered: bool) -> None:
+    # KV-17: a chunk of 256 tokens takes 102 ms, a quarter of that in each layer.
+    token_s, step_s, objective_s = 0.0004, 0.005, 0.025
+    clock, num_blocks = FakeClock(), 800
+    runner, apart = SteadyRunner(num_blocks, 16, clock, step_s, token_s), MemoryRunner(1, 16)
+    apart.memory, apart.clock = runner.memory, clock
+
+    def begin(scheduled: Sequence[ScheduledRequest]) -> MemoryPass:
+        apart.layer_s = sum(item.num_tokens for item in scheduled) * token_s / 4
+        return apart.begin(scheduled)
+
+    layered = LayeredPrefill(begin, objective_s, clock=clock) if is_layered else None
+    engine = make_engine(
+        num_blocks,
+        16,
+        runner=runner,
+        max_num_batched_tokens=256,
+        max_model_len=8192,
+        layered=layered,
+        clock=clock,
+    )
+    engine.add_request(Request("stream", [5, 7], replace(GREEDY, max_tokens=2000)))
+    engine.step()
+    waiting = [long("6000", 6000, max_tokens=1, token=9)]
+    waiting += [long(f"2000 {n}", 2000, max_tokens=1, token=11 + n) for n in range(6)]
+    unfinished = {request.request_id for request in waiting}
+    last, gaps = clock.now, list[float]()
+
+    while unfinished:
+        # A flow of them: somewhat more than are computed beside the stream.
+        if waiting and clock.now >= 100 + (7 - len(waiting)) * 0.8:
+            engine.add_request(waiting.pop(0))
+        tokens = [e.request_id for e in engine.step() if isinstance(e, TokenOutput)]
+        unfinished -= set(tokens)
+        if "stream" in tokens:
+            gaps.append(clock.now - last)
+            last = clock.now
+
+    layer_s, chunk_s = 256 * token_s / 4, step_s + 256 * token_s
+    assert max(gaps) <= (objective_s + layer_s if is_layered else chunk_s) + 1e-9
+    assert len(gaps) > 20
+
+
+class SteadyRunner(MemoryRunner):
+    """A step takes so long, and each of its tokens so long more."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, clock: FakeClock, step_s: float, token_s: float
+    ) -> None:
+        super().__init__(num_blocks, block_size)
+        self._clock, self._step_s, self._token_s = clock, step_s, token_s
+
+    def execute(self, scheduled: Sequence[ScheduledRequest]) -> npt.NDArray[np.float32]:
+        num_rows = sum(item.num_rows for item in scheduled)
+        self._clock.advance(self._step_s + num_rows * self._token_s)
+        return super().execute(scheduled)
