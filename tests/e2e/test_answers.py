@@ -64,6 +64,22 @@ async def test_seeded_sampling_gives_the_same_text_alone_and_among_sixteen(
     assert len(alone) > 20
 
 
+def test_greedy_choices_are_equal_and_drawn_ones_are_the_same_again(client: openai.OpenAI) -> None:
+    # GW-07, GW-22
+    def texts(**more: Any) -> list[str]:
+        made = client.completions.create(
+            model=MODEL, prompt="My favourite season is", max_tokens=12, **more
+        )
+        return [choice.text for choice in made.choices]
+
+    greedy = texts(n=2, temperature=0)
+    drawn = texts(n=3, temperature=0.8, seed=0)
+
+    assert greedy[0] == greedy[1]
+    assert texts(n=3, temperature=0.8, seed=0) == drawn
+    assert len(set(drawn)) == 3
+
+
 def test_an_echo_scores_tokens_as_their_production_did(client: openai.OpenAI) -> None:
     prompt_ids = list(range(1000, 1100))
     made = client.completions.create(
