@@ -4,7 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST_ARGS ?=
-PARALLEL ?= --numprocesses 2 --dist loadfile
+# Most tests wait more than they compute. The files keep their order: by their number of tests,
+# as is the default, the longest test of all would begin last.
+PARALLEL ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
+# A second try, for tests that missed a bound of time: what is wrong otherwise has none.
+SECOND_TRY := --reruns 1 --only-rerun '^TimeoutError' --only-rerun 'assert [0-9]+\.[0-9]+ <'
 # Tests of whole meshes wait as much as they compute: those that share one run beside the others.
 OWN_MESH_TESTS := tests/chaos $(addprefix tests/e2e/, \
 	test_parity.py test_keys.py test_identity_local.py test_schemathesis.py)
@@ -49,17 +53,17 @@ mooncake: setup-dev  ## Mooncake's Transfer Engine, which a test needs
 
 test: setup-dev nginx browser promtool mooncake node-client  ## the whole suite
 ifeq ($(PYTEST_ARGS),)
-	$(BIN)/python -m pytest --reruns 2 -raR $(PARALLEL) --ignore tests/e2e --ignore tests/chaos
+	$(BIN)/python -m pytest $(SECOND_TRY) -raR $(PARALLEL) --ignore tests/e2e --ignore tests/chaos
 	$(MAKE) --jobs 2 --output-sync=target test-shared-mesh test-own-meshes
 else
-	$(BIN)/python -m pytest --reruns 2 -raR $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SECOND_TRY) -raR $(PYTEST_ARGS)
 endif
 
 test-shared-mesh: setup-dev
-	$(BIN)/python -m pytest --reruns 2 -raR tests/e2e $(addprefix --ignore ,$(OWN_MESH_TESTS))
+	$(BIN)/python -m pytest --reruns 1 -raR tests/e2e $(addprefix --ignore ,$(OWN_MESH_TESTS))
 
 test-own-meshes: setup-dev
-	$(BIN)/python -m pytest --reruns 2 -raR $(OWN_MESH_TESTS)
+	$(BIN)/python -m pytest --reruns 1 -raR $(OWN_MESH_TESTS)
 
 bit-equality: setup-dev  ## every format, twenty prompts, computed in every way: half an hour
 	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)
