@@ -4,7 +4,7 @@ import asyncio
 import builtins
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import redis.asyncio
@@ -105,17 +105,23 @@ class MeshRedis(redis.asyncio.Redis):
     def pipeline(self, transaction: bool = True, shard_hint: str | None = None) -> "_MeshPipeline":
         return _MeshPipeline(self, transaction, shard_hint)
 
-    async def run_to_end(self, command: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    async def run_to_end(self, command: Callable[[], Awaitable[Result]]) -> Result:
         """Run a command whether or not the caller stays to see its result."""
         try:
             self.breaker.admit()
         except CircuitOpen:
             metrics.REDIS_ERRORS.add(1, {"kind": "circuit_open"})
             raise
-        task = asyncio.create_task(self._observe(command()))
+        task = asyncio.create_task(self._observe(command))
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(self._ended)
         return await asyncio.shield(task)
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            # It was counted; whoever has left must not make asyncio report it as forgotten.
+            task.exception()
 
     async def wait_until_idle(self) -> None:
         """Until commands whose callers left have ended too."""
@@ -126,9 +132,15 @@ class MeshRedis(redis.asyncio.Redis):
         await self.wait_until_idle()
         await super().aclose(close_connection_pool)
 
-    async def _observe(self, command: Awaitable[Result]) -> Result:
+    async def abandon(self) -> None:
+        """Close without waiting for replies: for a client that only listens for news."""
+        for task in self._running:
+            task.cancel()
+        await self.aclose()
+
+    async def _observe(self, command: Callable[[], Awaitable[Result]]) -> Result:
         try:
-            result = await command
+            result = await command()
         except RedisError as error:
             await self._failed(error)
             raise
@@ -214,13 +226,13 @@ class _BoundedRedis(MeshRedis):
 
     _total_timeout_s: float
 
-    async def _observe(self, command: Awaitable[Result]) -> Result:
-        return await super()._observe(self._bounded(command))
+    async def _observe(self, command: Callable[[], Awaitable[Result]]) -> Result:
+        return await super()._observe(lambda: self._bounded(command))
 
-    async def _bounded(self, command: Awaitable[Result]) -> Result:
+    async def _bounded(self, command: Callable[[], Awaitable[Result]]) -> Result:
         try:
             async with asyncio.timeout(self._total_timeout_s):
-                return await command
+                return await command()
         except builtins.TimeoutError:
             raise TimeoutError(f"no reply within {self._total_timeout_s:g} s") from None
         except RedisClusterException as error:

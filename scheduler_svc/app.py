@@ -95,7 +95,7 @@ async def running_scheduler(config: SchedulerConfig) -> AsyncIterator[Scheduler]
             replicas.stop()
     finally:
         await redis.aclose()
-        await following.aclose()
+        await following.abandon()
 
 
 def _follow_all(replicas: Replicas, cluster: Cluster) -> None:

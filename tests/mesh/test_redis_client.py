@@ -1,6 +1,8 @@
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -295,6 +297,39 @@ async def test_closing_waits_for_commands_whose_callers_left(redis_proxy: RedisP
     direct = redis.asyncio.from_url(redis_proxy.url)
     assert await direct.get("key") == b"value"
     await direct.aclose()
+
+
+async def test_failure_that_nobody_awaits_any_more_is_no_error_of_the_loop(
+    redis_proxy: RedisProxy,
+) -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    client = connect_redis(redis_proxy.url)
+    await client.set("key", "no number")
+    redis_proxy.reply_delay_s = 0.02
+    abandoned = asyncio.ensure_future(client.incr("key"))
+    await asyncio.sleep(0)
+
+    abandoned.cancel()
+    await client.aclose()
+    del abandoned
+    gc.collect()
+
+    assert reported == []
+
+
+async def test_who_only_listens_need_not_wait_to_leave(redis_proxy: RedisProxy) -> None:
+    client = connect_redis(redis_proxy.url, timeout_s=30)
+    await client.ping()
+    redis_proxy.is_black_hole = True
+    listening = [asyncio.ensure_future(client.get("news")) for _ in range(3)]
+    await asyncio.sleep(0)
+
+    async with asyncio.timeout(1):
+        await client.abandon()
+
+    outcomes = await asyncio.gather(*listening, return_exceptions=True)
+    assert all(isinstance(one, asyncio.CancelledError) for one in outcomes)
 
 
 class FixedReplies:

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,17 @@ async def test_requests_are_placed_while_redis_hangs_and_by_prefix_again_after_i
         assert await _is_placed_by_prefix(scheduler)
         await index.publish("smol", "p1", "1", BlockKeys("f1").chain(TOKEN_IDS, 16, "new"), [])
         await until(partial(_is_placed_by_prefix, scheduler, "new"))
+
+
+async def test_scheduler_that_waits_for_news_ends_at_once(redis_url: str) -> None:
+    async with living(redis_url, registered("d0").record) as index, AsyncExitStack() as stack:
+        await stack.enter_async_context(running_scheduler(make_config(redis_url)))
+        await index.publish("smol", "d0", "1", BlockKeys("f1").chain(TOKEN_IDS, 16), [])
+        # What follows is the wait for the next change.
+        await until(partial(_is_copied, len(TOKEN_IDS) // 16))
+
+        async with asyncio.timeout(1):
+            await stack.aclose()
 
 
 async def _is_placed_by_prefix(scheduler: Scheduler, salt: str = "") -> bool:
