@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import aiohttp
 import psutil
@@ -141,10 +141,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     # Children that made sessions of their own.
-    _, alive = psutil.wait_procs(tree, timeout=5)
-    for process in alive:
+    for process in _alive(tree, timeout_s=5):
         process.kill()
-    psutil.wait_procs(alive, timeout=5)
 
 
 def _tree(process: psutil.Process) -> list[psutil.Process]:
@@ -152,6 +150,23 @@ def _tree(process: psutil.Process) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def _alive(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that have not ended by then; one whose status nobody has collected has."""
+    give_up_at = perf_counter() + timeout_s
+    while True:
+        alive = [process for process in processes if not _has_ended(process)]
+        if not alive or perf_counter() > give_up_at:
+            return alive
+        sleep(0.02)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _tail(log: Path, num_lines: int = 15) -> str:

@@ -1,6 +1,7 @@
 """`pdmesh down`: stop the mesh that runs in this home."""
 
-import psutil
+import time
+
 import typer
 
 from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
@@ -15,11 +16,14 @@ def down(home: HomeOption = DEFAULT_HOME) -> None:
     place = home_at(home)
     state = place.read_state()
     supervisor = None if state is None else find_supervisor(state)
-    if supervisor is not None:
+    if state is not None and supervisor is not None:
         supervisor.terminate()
-        _, alive = psutil.wait_procs([supervisor], timeout=STOP_TIMEOUT_S)
-        if alive:
-            raise fail(f"process {supervisor.pid} did not stop in {STOP_TIMEOUT_S:.0f} s")
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        # Not until its pid is gone: whoever has to collect it may take another second.
+        while find_supervisor(state) is not None:
+            if time.monotonic() > deadline:
+                raise fail(f"process {supervisor.pid} did not stop in {STOP_TIMEOUT_S:.0f} s")
+            time.sleep(0.02)
     try:
         with place.lock():
             left = clean_up(place)
