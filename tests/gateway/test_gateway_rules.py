@@ -24,6 +24,9 @@ BOTH = [(CHAT, chat), (COMPLETIONS, completion)]
 ACTIONS = "x-pdmesh-param-actions"
 TOOL = {"type": "function", "function": {"name": "look"}}
 
+# The example that docs/rules.md begins with.
+DOCUMENTED = Path("docs/rules.md").read_text().split("```yaml\n")[1].split("```")[0]
+
 # A falsy value that the client sends, and what a rule would have put there.
 FALSY: list[tuple[str, Any, Any]] = [
     ("temperature", 0, 0.9),
@@ -196,6 +199,23 @@ async def test_clamp_and_force_are_the_operators_word(mesh: FakeMesh, tmp_path: 
     assert response.json()["choices"][0]["message"]["content"] == "Hell"
     assert (sampling(mesh).max_tokens, sampling(mesh).seed) == (4, 7)
     assert response.headers[ACTIONS] == "clamp:max_tokens, force:seed"
+
+
+async def test_rules_of_the_documentation_refuse_neither_whole_answers_nor_streams(
+    mesh: FakeMesh, tmp_path: Path
+) -> None:
+    path = tmp_path / "rules.yaml"
+    path.write_text(DOCUMENTED.replace("smollm2-*", MODEL))
+    async with (
+        run_gateway(mesh, rules_path=path) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=20) as http,
+    ):
+        whole = await http.post(CHAT, json=chat())
+        streamed = await events(http, CHAT, chat(stream=True))
+
+    assert whole.status_code == 200
+    assert whole.headers[ACTIONS] == "default:temperature"
+    assert streamed[-2]["usage"]["completion_tokens"] > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

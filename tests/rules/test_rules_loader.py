@@ -139,6 +139,6 @@ def test_rules_that_we_publish_are_valid() -> None:
     blocks = (ROOT / "docs" / "rules.md").read_text().split("```yaml\n")[1:]
     whole_file, condition = (block.partition("```")[0] for block in blocks)
 
-    assert len(parse(whole_file).rules) == 3
+    assert [rule.name for rule in parse(whole_file).rules][:2] == ["alias", "chat"]
     assert parse(f"rules:\n- drop: a\n  {condition.replace(chr(10), chr(10) + '  ')}").rules
     assert load(ROOT / "deploy" / "openresty" / "rules.yaml").forward_headers
