@@ -223,7 +223,7 @@ def ready_message(state: MeshState, home: Home) -> Group:
     request = (
         f"curl {state.url}/v1/chat/completions {key}-H 'content-type: application/json' -d '"
         f'{{"model": "{state.model}", "messages": '
-        '[{"role": "user", "content": "How many days are in a week?"}]}'
+        '[{"role": "user", "content": "How many days are in a week?"}], "temperature": 0}'
         "'"
     )
     return Group(
