@@ -20,7 +20,7 @@ from engine.request import Request
 _SHORTEST_S = 1e-6
 # Prompts that take no longer than so many objectives are computed in one step, with its decodes: in
 # several they would share time with others that begin meanwhile, and weights would be read twice.
-_WHOLE = 1.5
+_WHOLE = 2.5
 # How much of what looking at earlier tokens took is taken from the last measurement.
 _LEARNING = 0.1
 # By how much the least that a token took is taken to be more with every measurement.
@@ -72,16 +72,31 @@ class LayeredPrefill:
         return int(self._objective_s / 2 / self._token_s)
 
     def take_from(self, batch: Batch) -> None:
-        """Begin a pass over a batch's prompts if they would take its decodes too long."""
+        """Take the prompts out of a batch that would hold up its decodes.
+
+        Those that fit into a step together stay in it; those that fit into one of their own are
+        left for the next; over all others a pass begins.
+        """
         batch.computed_apart = self._scheduled
-        prompts = [item for item in batch.scheduled if item.num_tokens > self._few_tokens]
-        is_alone = len(prompts) == len(batch.scheduled)
-        if self._scheduled or is_alone or self._fit_beside(prompts):
+        is_alone = all(item.num_tokens > self._few_tokens for item in batch.scheduled)
+        if self._scheduled or is_alone:
             return
-        self._scheduled = batch.computed_apart = prompts
-        self._pass = self._begin(prompts)
-        self._num_layers = self._pass.num_layers_left
-        batch.scheduled = [item for item in batch.scheduled if item.num_tokens <= self._few_tokens]
+        kept: list[ScheduledRequest] = []
+        beside: list[ScheduledRequest] = []
+        apart: list[ScheduledRequest] = []
+        for item in batch.scheduled:
+            if item.num_tokens <= self._few_tokens:
+                kept.append(item)
+            elif self._fit_beside([*beside, item]):
+                kept.append(item)
+                beside.append(item)
+            elif not self._fit_beside([item]):
+                apart.append(item)
+        batch.scheduled = kept
+        if apart:
+            self._scheduled = batch.computed_apart = apart
+            self._pass = self._begin(apart)
+            self._num_layers = self._pass.num_layers_left
 
     def advance(self, decoding_s: float | None) -> Finished | None:
         """Compute what a step has time for besides its decodes, which took `decoding_s`; without

@@ -134,7 +134,10 @@ def test_that_a_long_context_is_slow_does_not_keep_short_prompts_waiting() -> No
 
 
 def measured(context_s: float = 0.0) -> Bench:
-    """One that has seen a pass: a token takes four seconds by 39. "s0" decodes."""
+    """One that has seen a pass: a token takes four seconds by 39. "s0" decodes.
+
+    Twenty-four tokens and no more take two and a half objectives.
+    """
     bench = Bench(objective_s=1.0)
     bench.start("s0")
     bench.engine.add_request(long("before", 39, max_tokens=1))
@@ -145,19 +148,40 @@ def measured(context_s: float = 0.0) -> Bench:
     return bench
 
 
-def test_a_whole_prompt_of_one_and_a_half_objectives_goes_with_the_decodes() -> None:
+def test_a_whole_prompt_of_two_and_a_half_objectives_goes_with_the_decodes() -> None:
     bench = measured()
-    bench.engine.add_request(long("short", 14, token=9))
+    bench.engine.add_request(long("short", 24, token=9))
     assert sorted(bench.step()) == ["s0", "short"]
 
-    bench.engine.add_request(long("longer", 15, token=11))
+    bench.engine.add_request(long("longer", 25, token=11))
 
     assert "longer" not in bench.step()
 
 
+def test_prompts_that_do_not_fit_beside_the_decodes_together_go_one_after_the_other() -> None:
+    bench = measured()
+    for request_id, length, token in (("a", 16, 9), ("b", 14, 11), ("c", 8, 13)):
+        bench.engine.add_request(long(request_id, length, max_tokens=1, token=token))
+
+    assert [sorted(bench.step()) for _ in range(2)] == [["a", "c", "s0"], ["b", "s0"]]
+
+
+def test_prompts_beside_the_decodes_do_not_keep_a_long_one_from_beginning() -> None:
+    bench = measured()
+    bench.engine.add_request(long("long", 26, max_tokens=1, token=9))
+    bench.engine.add_request(long("short", 8, max_tokens=1, token=11))
+
+    assert [sorted(bench.step()) for _ in range(4)] == [
+        ["s0", "short"],
+        ["s0"],
+        ["s0"],
+        ["long", "s0"],
+    ]
+
+
 def test_a_prompt_that_looks_at_much_does_not_go_with_the_decodes() -> None:
     # Its tokens have seven before them on average.
-    bench = measured(context_s=0.01)
+    bench = measured(context_s=0.02)
     bench.engine.add_request(long("short", 14, token=9))
 
     assert bench.step() == ["s0"]
