@@ -323,6 +323,8 @@ def clean_up(home: Home, grace_s: float = 5.0) -> list[str]:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGTERM)
+            # One that was stopped hears that only when it goes on.
+            process.send_signal(signal.SIGCONT)
     _, alive = psutil.wait_procs(processes, timeout=grace_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

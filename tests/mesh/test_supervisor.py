@@ -330,7 +330,8 @@ async def test_a_service_that_cannot_be_added_leaves_the_others_alone(home: Home
     await supervisor.stop(grace_s=5)
 
 
-async def test_what_a_killed_supervisor_left_is_cleaned_up(home: Home) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_what_a_killed_supervisor_left_is_cleaned_up(home: Home, is_stopped: bool) -> None:
     supervisor = supervise(home, spec("a", SLEEP))
     await supervisor.start(timeout_s=20)
     record = supervisor.state().services[0]
@@ -339,8 +340,14 @@ async def test_what_a_killed_supervisor_left_is_cleaned_up(home: Home) -> None:
     for service in supervisor._services:  # the supervisor is gone, its children are not
         assert service.watcher is not None
         service.watcher.cancel()
+    process = find_process(record)
+    assert process is not None
+    if is_stopped:
+        process.suspend()
 
-    left = await asyncio.to_thread(clean_up, home)
+    async with asyncio.timeout(4):
+        # A signal is enough: it does not come to the SIGKILL.
+        left = await asyncio.to_thread(clean_up, home, 60)
 
     assert left == ["a", segment.name]
     assert find_process(record) is None
