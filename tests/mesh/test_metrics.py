@@ -61,6 +61,16 @@ def test_a_member_of_an_enumeration_is_the_series_of_its_value() -> None:
     assert after == before + 2
 
 
+def test_labels_are_the_same_in_whichever_order_they_are_given() -> None:
+    name, series = "pdmesh_disagg_decision_total", {"decision": "local", "reason": "explore"}
+    before = value(name, **series)
+
+    for labels in (series, dict(reversed(series.items()))):
+        metrics.DISAGG_DECISIONS.add(1, labels)
+
+    assert value(name, **series) == before + 2
+
+
 # OB-05
 def test_labels_from_clients_never_add_more_than_one_series() -> None:
     metrics.MODELS.allow("served")
