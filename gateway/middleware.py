@@ -4,7 +4,6 @@ import asyncio
 import logging
 import re
 import uuid
-from contextlib import suppress
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -90,6 +89,9 @@ class DisconnectMiddleware:
             await self._app(scope, receive, send)
             return
         has_body = asyncio.Event()
+        handling = asyncio.current_task()
+        assert handling is not None, "servers handle each request in a task"
+        is_gone = False
 
         async def receive_body() -> Message:
             message = await receive()
@@ -97,19 +99,20 @@ class DisconnectMiddleware:
                 has_body.set()
             return message
 
-        async def disconnected() -> None:
+        async def cancel_when_gone() -> None:
+            nonlocal is_gone
             await has_body.wait()
             while (await receive())["type"] != "http.disconnect":
                 pass
+            is_gone = True
+            handling.cancel()
 
-        handling = asyncio.ensure_future(self._app(scope, receive_body, send))
-        watching = asyncio.create_task(disconnected())
+        watching = asyncio.create_task(cancel_when_gone())
         try:
-            await asyncio.wait({handling, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await self._app(scope, receive_body, send)
+        except asyncio.CancelledError:
+            # Somebody else's goes on.
+            if not is_gone or handling.uncancel() > 0:
+                raise
         finally:
             watching.cancel()
-            if not handling.done():
-                handling.cancel()
-            await asyncio.wait({handling, watching})
-        with suppress(asyncio.CancelledError):
-            await handling
