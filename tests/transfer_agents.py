@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kv_transfer_svc.agent import TransferAgent
 from kv_transfer_svc.app import SERVICE_NAME
@@ -11,13 +14,14 @@ from kv_transfer_svc.fill_watch import FillWatch
 from kv_transfer_svc.network import Network
 from kv_transfer_svc.peers import Peers
 from kv_transfer_svc.pulls import Pull
+from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment, SegmentSpec, SegmentTable
 from kv_transfer_svc.service import KvTransferServicer
 from kv_transfer_svc.tiers.cold_tiers import ColdTiers
 from kv_transfer_svc.tiers.disk_store import DiskStore
 from kv_transfer_svc.tiers.host_pool import HostPool
 from kv_transfer_svc.tls import TlsFiles
-from kv_transfer_svc.transports.base import Transport
+from kv_transfer_svc.transports.base import RemoteSource, Transport
 from kv_transfer_svc.transports.block_server import BlockServer
 from kv_transfer_svc.transports.mooncake import MooncakeTransport
 from kv_transfer_svc.transports.shared_memory import SharedMemoryTransport
@@ -98,3 +102,17 @@ async def start_agent(
 def pull_from(source: RunningAgent, source_ids: list[int], destination_ids: list[int]) -> Pull:
     """From engine `p` of another machine to engine `d`."""
     return Pull("p", source_ids, "d", destination_ids, source_address=source.address)
+
+
+def read_blocks(spec: SegmentSpec) -> Any:
+    """What a segment's file contains, a row for each block."""
+    blocks = np.frombuffer(Path(spec.path).read_bytes(), np.uint8)[: spec.num_bytes]
+    return blocks.reshape(spec.num_blocks, spec.block_bytes)
+
+
+async def read_one(here: RunningAgent, source: RemoteSource, destination: Segment) -> int:
+    """Block 1 of a source, by the transport alone."""
+    assert here.agent.network is not None
+    return await here.agent.network.tcp.read(
+        source, destination, [BlockRun(1, 1, 1)], np.empty(0, np.uint32)
+    )

@@ -2,16 +2,20 @@
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kv_transfer_svc.segments import SegmentSpec
 from kv_transfer_svc.tls import TlsFiles
+from tests.transfer_agents import RunningAgent, start_agent
 
 MakeSegment = Callable[..., SegmentSpec]
+StartAgent = Callable[..., Any]
 
 
 @pytest.fixture
@@ -33,6 +37,19 @@ def make_segment() -> Iterator[MakeSegment]:
     yield make
     for path in paths:
         path.unlink()
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[StartAgent]:
+    """Starts agents, each a machine of its own, that end with the test."""
+    async with AsyncExitStack() as stack:
+
+        async def start_one(**options: Any) -> RunningAgent:
+            agent = await start_agent(**options)
+            stack.push_async_callback(agent.stop)
+            return agent
+
+        yield start_one
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,7 @@ import asyncio
 import hashlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,25 +19,13 @@ from kv_transfer_svc.tiers.cold_tiers import Loaded
 from kv_transfer_svc.tiers.disk_store import DiskStore
 from mesh import metrics
 from mesh.errors import InvalidRequest, KvTransferFailed
-from tests.transfer_agents import RunningAgent, start_agent
+from tests.transfer_agents import RunningAgent
 
 MakeSegment = Callable[..., SegmentSpec]
 StartAgent = Callable[..., Any]
 
 BLOCK_BYTES = 5000
 GB = 1 << 30
-
-
-@pytest.fixture
-async def start() -> AsyncIterator[StartAgent]:
-    async with AsyncExitStack() as stack:
-
-        async def start_one(**options: Any) -> RunningAgent:
-            agent = await start_agent(**options)
-            stack.push_async_callback(agent.stop)
-            return agent
-
-        yield start_one
 
 
 def keys_of(*names: object) -> list[bytes]:

@@ -32,6 +32,7 @@ from mesh.errors import (
 )
 from mesh.server import MeshServer
 from mesh.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, types_pb2
+from tests.transfer_agents import read_blocks
 
 MakeSegment = Callable[..., SegmentSpec]
 
@@ -105,11 +106,6 @@ async def served() -> AsyncIterator[Served]:
         channel = connect(address)
         stack.push_async_callback(channel.close)
         yield Served(agent, kv_transfer_pb2_grpc.KvTransferServiceStub(channel))
-
-
-def read_blocks(spec: SegmentSpec) -> Any:
-    blocks = np.frombuffer(Path(spec.path).read_bytes(), np.uint8)
-    return blocks.reshape(spec.num_blocks, spec.block_bytes)
 
 
 def is_mapped(spec: SegmentSpec) -> bool:

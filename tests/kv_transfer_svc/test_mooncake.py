@@ -28,7 +28,7 @@ from mesh.client import connect, mesh_errors
 from mesh.errors import KvTransferFailed
 from mesh.ports import find_free_ports
 from mesh.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
-from tests.transfer_agents import RunningAgent, pull_from, start_agent
+from tests.transfer_agents import RunningAgent, pull_from, read_blocks, start_agent
 
 MakeSegment = Callable[..., SegmentSpec]
 StartAgent = Callable[..., Any]
@@ -96,11 +96,6 @@ async def start() -> AsyncIterator[StartAgent]:
             return agent
 
         yield start_one
-
-
-def read_blocks(spec: SegmentSpec) -> Any:
-    blocks = np.frombuffer(Path(spec.path).read_bytes(), np.uint8)[: spec.num_bytes]
-    return blocks.reshape(spec.num_blocks, spec.block_bytes)
 
 
 async def test_scattered_blocks_arrive_in_pieces_and_no_others_change(
