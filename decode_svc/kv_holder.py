@@ -90,6 +90,9 @@ class KvHolder:
         """Wait for the end of the prefill; raises HandoverLost if no token comes of it."""
         give_up_at = time.monotonic() + self._timeout_s
         while True:
+            if self._is_stopped:
+                # Before the call was made that `stop` would have ended.
+                raise HandoverLost("nobody waits for it any more")
             try:
                 return await self._follow()
             except _NotReached as error:
