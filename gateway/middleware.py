@@ -78,7 +78,8 @@ class RequestIdMiddleware:
 class DisconnectMiddleware:
     """Cancels the handler as soon as its client is gone, streaming or not.
 
-    Once the handler has read the body, the next message can only be the disconnect.
+    Once the handler has read the body, the next message can only be the disconnect. Behind a whole
+    answer servers say it of every client: that ends nothing.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -107,9 +108,14 @@ class DisconnectMiddleware:
             is_gone = True
             handling.cancel()
 
+        async def send_answer(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                watching.cancel()
+            await send(message)
+
         watching = asyncio.create_task(cancel_when_gone())
         try:
-            await self._app(scope, receive_body, send)
+            await self._app(scope, receive_body, send_answer)
         except asyncio.CancelledError:
             # Somebody else's goes on.
             if not is_gone or handling.uncancel() > 0:

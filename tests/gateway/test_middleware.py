@@ -62,6 +62,28 @@ async def test_client_that_leaves_ends_its_handler_and_nothing_else() -> None:
     assert handler.was_cancelled
 
 
+async def test_work_behind_a_whole_answer_is_done_though_the_client_has_left() -> None:
+    client, is_done = Client(), False
+
+    async def handler(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal is_done
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+        for _ in range(9):
+            await asyncio.sleep(0)
+        is_done = True
+
+    async def send_and_disconnect(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            client.has_left.set()
+
+    middleware = DisconnectMiddleware(handler)
+    await asyncio.wait_for(middleware(_SCOPE, client.receive, send_and_disconnect), 5)
+
+    assert is_done
+
+
 async def test_server_that_cancels_a_request_is_obeyed() -> None:
     client, handler = Client(), Handler()
     middleware = DisconnectMiddleware(handler)
