@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from gateway.errors import CLIENT_CLOSED_REQUEST
 from gateway.timeline import Segment, Stage
 from mesh.v1 import types_pb2
 
@@ -53,6 +54,11 @@ class FinishedRequest:
     max_kv_cache_usage: float
     num_preemptions: int
     kv_transfer_bytes: int
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended otherwise than the client wanted; one that left wanted that."""
+        return self.error is not None and self.status != CLIENT_CLOSED_REQUEST
 
     # Asked again with every look at the dashboard.
     @cached_property

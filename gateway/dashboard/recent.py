@@ -51,7 +51,7 @@ class RecentRequests:
         self._requests.append(_Entry(self.last_number, self._clock(), finished))
         second = self._second()
         second.num_finished += 1
-        second.num_failed += finished.error is not None
+        second.num_failed += finished.has_failed
         second.kv_transfer_bytes += finished.kv_transfer_bytes
 
     def add_tokens(self, num_tokens: int) -> None:
@@ -106,7 +106,7 @@ def summarize(requests: Sequence[FinishedRequest]) -> dict[str, Any]:
     moved_ms = sum(map(_transfer_ms, moved))
     return {
         "num_requests": len(requests),
-        "num_failed": len(requests) - len(served),
+        "num_failed": sum(one.has_failed for one in requests),
         "ttft_ms": percentiles(one.ttft_ms for one in served),
         "tpot_ms": percentiles(one.tpot_ms for one in served),
         "total_ms": percentiles(one.total_ms for one in served),

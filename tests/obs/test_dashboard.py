@@ -271,6 +271,18 @@ def test_a_summary_leaves_failures_out_of_the_latencies() -> None:
     assert summary["mean_stages_ms"] == {"queue": 10.0, "kv_transfer": 2.0}
 
 
+def test_a_client_that_left_is_no_failure() -> None:
+    requests = RecentRequests()
+    left = replace(DONE, status=499, error="CANCELLED")
+    requests.add(left)
+
+    summary = summarize([DONE, left])
+
+    assert (summary["num_requests"], summary["num_failed"]) == (2, 0)
+    assert sum(requests.series()["failed"]) == 0
+    assert sum(requests.series()["finished"]) == 1
+
+
 def test_percentiles_are_values_that_occurred() -> None:
     assert percentiles([]) is None
     assert percentiles([None, 7.0]) == {"p50": 7.0, "p90": 7.0, "p99": 7.0}
