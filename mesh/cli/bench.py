@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from mesh.bench import arguments, target
 from mesh.bench.command import Asked, UsageError, check_claims, measure
@@ -58,7 +57,7 @@ from mesh.cli.bench_options import (
     UrlOption,
     WorkloadArgument,
 )
-from mesh.cli.options import DEFAULT_HOME, HomeOption, check_writable, fail, home_at
+from mesh.cli.options import DEFAULT_HOME, HomeOption, check_writable, fail, home_at, output_console
 
 
 def bench(
@@ -180,7 +179,7 @@ def _show(result: BenchResult, *, as_json: bool) -> None:
     if as_json:
         typer.echo(result.to_json())
     else:
-        print_result(result, Console())
+        print_result(result, output_console())
     if any(group.num_errors for point in result.points for group in point.pooled.values()):
         raise fail("some requests failed; see the remarks")
 
@@ -197,7 +196,7 @@ def _compare(path_a: Path, path_b: Path, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps([_as_dict(each) for each in differences], indent=2))
         return
-    print_comparison(a, b, differences, Console())
+    print_comparison(a, b, differences, output_console())
 
 
 def _as_dict(difference: Difference) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from mesh.cli.options import fail
+from mesh.cli.options import fail, output_console
 from mesh.kv_size import (
     DTYPE_BITS,
     HeadShape,
@@ -179,7 +178,7 @@ def _flags(names: Any) -> str:
 
 
 def _print(question: Question) -> None:
-    size, console = question.size, Console()
+    size, console = question.size, output_console()
     console.print(
         f"{size.shape.kind}, {question.kv_dtype}: {_bytes(size.bytes_per_token)} a token, "
         f"{_bytes(size.bytes_per_block)} a block of {size.block_size}",

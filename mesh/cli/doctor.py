@@ -4,11 +4,10 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from mesh.cli.gateway_api import GatewayApi, KeyOption, UrlOption, find_request
-from mesh.cli.options import DEFAULT_HOME, HomeOption, fail
+from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, output_console
 from mesh.diagnosis import Finding, diagnose_now, diagnose_prefixes, diagnose_request
 
 
@@ -33,7 +32,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps({"findings": [one.to_json() for one in findings]}, indent=2))
         return
-    console = Console()
+    console = output_console()
     for finding in findings or [Finding("", "nothing stands out", "", "")]:
         console.print(_describe(finding))
 

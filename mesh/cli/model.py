@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh import model_store
+from mesh.cli.options import output_console
 
 app = typer.Typer(help="Install and list models.", no_args_is_help=True)
 
@@ -96,4 +97,4 @@ def list_(
     for manifest in manifests:
         source = ", ".join(f"{key} {value}" for key, value in manifest.source.items())
         table.add_row(manifest.name, f"{manifest.size / 1e6:,.0f} MB", source)
-    Console().print(table)
+    output_console().print(table)

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import grpc
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
+from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at, output_console
 from mesh.home import MeshState, ServiceRecord
 from mesh.probes import grpc_health, http_health
 from mesh.supervisor import find_process, find_supervisor
@@ -50,7 +49,7 @@ def status(
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return
-    console = Console()
+    console = output_console()
     console.print(_table(report))
     for verdict in verdicts(report):
         console.print(verdict_line(verdict), highlight=False, soft_wrap=True)

@@ -4,11 +4,10 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from mesh.cli.gateway_api import GatewayApi, KeyOption, UrlOption, find_request
-from mesh.cli.options import DEFAULT_HOME, HomeOption
+from mesh.cli.options import DEFAULT_HOME, HomeOption, output_console
 
 _BAR_CELLS = 40
 
@@ -25,7 +24,7 @@ def trace(
     if as_json:
         typer.echo(json.dumps(request, indent=2))
         return
-    Console().print(waterfall(request))
+    output_console().print(waterfall(request))
 
 
 def waterfall(request: dict[str, Any]) -> Table:
