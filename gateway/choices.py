@@ -53,9 +53,12 @@ class Choices:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        for task in self._tasks:
+        # Most often none: a client that has the whole answer may ask for its account next.
+        running = [task for task in self._tasks if not task.done()]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if running:
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def next(self) -> ChoiceDelta | None:
         """The next delta, None when all choices are finished; raises what one of them raised.
