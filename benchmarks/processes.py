@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 
 import aiohttp
 import psutil
 
 from benchmarks.contenders import Launch
 from mesh.parent_death import ends_with_me
+from mesh.supervisor import wait_for_ends
 
 _POLL_S = 0.1
 _STOP_TIMEOUT_S = 30.0
@@ -141,8 +142,9 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     # Children that made sessions of their own.
-    for process in _alive(tree, timeout_s=5):
-        process.kill()
+    for process in wait_for_ends(tree, timeout_s=5):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _tree(process: psutil.Process) -> list[psutil.Process]:
@@ -150,23 +152,6 @@ def _tree(process: psutil.Process) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-
-
-def _alive(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that have not ended by then; one whose status nobody has collected has."""
-    give_up_at = perf_counter() + timeout_s
-    while True:
-        alive = [process for process in processes if not _has_ended(process)]
-        if not alive or perf_counter() > give_up_at:
-            return alive
-        sleep(0.02)
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _tail(log: Path, num_lines: int = 15) -> str:

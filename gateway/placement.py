@@ -52,10 +52,7 @@ class HeldPlacement:
         self._is_prefill_done = False
         # A call takes one message at a time.
         self._writing = asyncio.Lock()
-        self._renewing: asyncio.Task[None] | None = None
-        self._renewal: asyncio.TimerHandle | None = None
-        if placement.lease_ms:
-            self._renew_in(placement.lease_ms / 3000)
+        self._renewing = asyncio.create_task(self._renew(placement.lease_ms / 1000))
 
     async def observed(
         self, job: Job, chunks: AsyncGenerator[Chunk, None]
@@ -107,7 +104,7 @@ class HeldPlacement:
                 # A cancelled call's last message may never be read.
                 async with asyncio.timeout(_END_TIMEOUT_S):
                     async with self._writing:
-                        self._stop_renewing()
+                        self._renewing.cancel()
                         await self._call.done_writing()
                     await self._call.code()
         except (TimeoutError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
@@ -117,29 +114,16 @@ class HeldPlacement:
 
     def drop(self) -> None:
         """Give it back at once, with whatever the scheduler has not read yet."""
-        self._stop_renewing()
+        self._renewing.cancel()
         self._call.cancel()
 
-    def _renew_in(self, wait_s: float) -> None:
-        """With a timer: most placements end before it, and a task would take its time while
-        their clients wait for the first token."""
-
-        def begin() -> None:
-            self._renewing = asyncio.create_task(self._renew(wait_s))
-
-        self._renewal = asyncio.get_running_loop().call_later(wait_s, begin)
-
-    async def _renew(self, wait_s: float) -> None:
-        if self.is_settled or self._call.done():
-            return
-        await self._tell(scheduler_pb2.PlaceRequest(renew=scheduler_pb2.PlaceRequest.Renew()))
-        self._renew_in(wait_s)
-
-    def _stop_renewing(self) -> None:
-        if self._renewal is not None:
-            self._renewal.cancel()
-        if self._renewing is not None:
-            self._renewing.cancel()
+    async def _renew(self, lease_s: float) -> None:
+        renew = scheduler_pb2.PlaceRequest(renew=scheduler_pb2.PlaceRequest.Renew())
+        while lease_s and not self._call.done():
+            await asyncio.sleep(lease_s / 3)
+            if self.is_settled:
+                return
+            await self._tell(renew)
 
     async def _tell(self, message: scheduler_pb2.PlaceRequest) -> None:
         try:

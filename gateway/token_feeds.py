@@ -129,9 +129,7 @@ class DecodeStream:
         self._patience = Patience()
         self._token_ids: list[int] = []
         self._num_fed_tokens = 0
-        # The feed brings all tokens but the first ones.
-        self._is_fed = False
-        # Reads the call's last message then.
+        # Reads the call's last message, once tokens come from the feed.
         self._ending: asyncio.Task[decode_pb2.DecodeResponse | None] | None = None
         self._waiting: asyncio.Future[None] | None = None
         if feed is not None:
@@ -145,10 +143,12 @@ class DecodeStream:
         Raises WorkerLost when nothing comes, and what else the worker raised.
         """
         with worker_losses(worker_id, timeout_s), self._patience.for_(timeout_s):
-            if self._is_fed:
-                return await self._next(self._end(), worker_id)
+            if self._ending is not None:
+                return await self._next(self._ending, worker_id)
             response = await _message(self._call)
-        self._is_fed = response is not None and response.is_fed
+        if response is not None and response.is_fed:
+            self._ending = asyncio.create_task(_message(self._call))
+            self._ending.add_done_callback(self._ended)
         return response
 
     def put(self, token_id: int) -> None:
@@ -185,13 +185,6 @@ class DecodeStream:
                 raise WorkerLost(f"{worker_id}: its token feed broke")
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
-
-    def _end(self) -> "asyncio.Task[decode_pb2.DecodeResponse | None]":
-        # Begun behind the first token, which nothing should hold up.
-        if self._ending is None:
-            self._ending = asyncio.create_task(_message(self._call))
-            self._ending.add_done_callback(self._ended)
-        return self._ending
 
     def _ended(self, ending: "asyncio.Task[decode_pb2.DecodeResponse | None]") -> None:
         if not ending.cancelled():

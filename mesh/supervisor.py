@@ -325,16 +325,30 @@ def clean_up(home: Home, grace_s: float = 5.0) -> list[str]:
             process.send_signal(signal.SIGTERM)
             # One that was stopped hears that only when it goes on.
             process.send_signal(signal.SIGCONT)
-    _, alive = psutil.wait_procs(processes, timeout=grace_s)
+    alive = wait_for_ends(processes, grace_s)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=grace_s)
+    wait_for_ends(alive, grace_s)
     segments = home.segments()
     for segment in segments:
         segment.unlink(missing_ok=True)
     home.state_file.unlink(missing_ok=True)
     return [service.name for service in left] + [segment.name for segment in segments]
+
+
+def wait_for_ends(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that have not ended by then.
+
+    One whose status nobody has collected has ended: psutil would wait for whoever has to, which
+    may be an init that takes its time.
+    """
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        alive = [process for process in processes if not _has_ended(process)]
+        if not alive or time.monotonic() > give_up_at:
+            return alive
+        time.sleep(0.02)
 
 
 def find_process(record: ServiceRecord) -> psutil.Process | None:
@@ -353,9 +367,16 @@ def _find(pid: int | None, created_at: float | None) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
         same = abs(process.create_time() - created_at) < 0.01
-        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
+    return process if same and not _has_ended(process) else None
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _record(service: _Service) -> ServiceRecord:
