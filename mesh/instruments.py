@@ -11,7 +11,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -89,26 +89,16 @@ class Values:
 Labels = Mapping[str, Values]
 NO_LABELS: Labels = {}
 
-# The labels of a series, sorted.
-_Key = tuple[tuple[str, str], ...]
 
-
-class Counter(Collector):
-    """Only goes up.
-
-    Like histograms, it counts by itself: requests pass several on their way.
-    """
+class Counter:
+    """Only goes up."""
 
     def __init__(
         self, name: str, unit: str, text: str, labels: Labels = NO_LABELS, *, service: str
     ) -> None:
         self._labels = labels
-        self._totals: dict[_Key, float] = {}
-        # Scrapes have threads of their own.
-        self._lock = threading.Lock()
-        self._description = Description(name, "counter", unit, text, tuple(labels), service)
-        DESCRIPTIONS.append(self._description)
-        REGISTRY.register(self)
+        self._counter = _meter.create_counter(name, unit, text)
+        DESCRIPTIONS.append(Description(name, "counter", unit, text, tuple(labels), service))
 
     def begin(self) -> None:
         """Report 0 from now on, for every combination of labels.
@@ -117,31 +107,10 @@ class Counter(Collector):
         sees none: an alert on something rare would miss the first time that it happens.
         """
         for values in product(*(sorted(one.names) for one in self._labels.values())):
-            self.add(0, dict(zip(self._labels, values, strict=True)))
+            self._counter.add(0, dict(zip(self._labels, values, strict=True)))
 
     def add(self, amount: float, values: Mapping[str, str] | None = None) -> None:
-        key = _key(self._labels, values)
-        with self._lock:
-            self._totals[key] = self._totals.get(key, 0) + amount
-
-    def describe(self) -> Iterable[Metric]:
-        # Without this, registering would collect.
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        with self._lock:
-            taken = [(dict(key), total) for key, total in self._totals.items()]
-        if not taken:
-            return
-        names = sorted({name for labels, _ in taken for name in labels})
-        family = CounterMetricFamily(
-            prometheus_name(self._description),
-            self._description.text,
-            labels=[name.replace(".", "_") for name in names],
-        )
-        for labels, total in taken:
-            family.add_metric([labels.get(name, "") for name in names], total)
-        yield family
+        self._counter.add(amount, _bounded(self._labels, values))
 
 
 class Histogram(Collector):
@@ -163,7 +132,7 @@ class Histogram(Collector):
     ) -> None:
         self._labels = labels
         self._bounds = tuple(buckets)
-        self._series: dict[_Key, _Series] = {}
+        self._series: dict[tuple[tuple[str, str], ...], _Series] = {}
         # Scrapes have threads of their own.
         self._lock = threading.Lock()
         self._description = Description(name, "histogram", unit, text, tuple(labels), service)
@@ -171,7 +140,7 @@ class Histogram(Collector):
         REGISTRY.register(self)
 
     def record(self, amount: float, values: Mapping[str, str] | None = None) -> None:
-        key = _key(self._labels, values)
+        key = tuple(sorted(_bounded(self._labels, values).items()))
         with self._lock:
             series = self._series.get(key)
             if series is None:
@@ -256,7 +225,3 @@ def _bounded(labels: Labels, values: Mapping[str, str] | None) -> dict[str, str]
     if not values:
         return {}
     return {name: labels[name].pick(value) for name, value in values.items()}
-
-
-def _key(labels: Labels, values: Mapping[str, str] | None) -> _Key:
-    return tuple(sorted(_bounded(labels, values).items()))
