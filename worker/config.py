@@ -66,7 +66,8 @@ class WorkerConfig(ServiceConfig):
         25,
         ge=0,
         description="a step with decodes should take no longer: of long prompts beside them it"
-        " computes some layers only; 0 is no limit",
+        " computes some layers only, but whole ones that take 2.5 times as long go in one step;"
+        " 0 is no limit",
     )
     max_model_len: int | None = Field(
         None, ge=1, description="longest sequence; by default what the model was made for"

@@ -10,14 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mesh import model_store
-from mesh.cli.options import output_console
+from mesh.cli.options import DEFAULT_HOME, HomeOption, output_console
 
 app = typer.Typer(help="Install and list models.", no_args_is_help=True)
-
-HomeOption = Annotated[
-    Path, typer.Option("--home", envvar="PDMESH_HOME", help="Where pdmesh keeps its files.")
-]
-DEFAULT_HOME = Path("~/.pdmesh")
 
 
 class Quantization(StrEnum):

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.placement_sim import virtual_time
 from engine.block_pool import BlockEvents
 from mesh.block_index import DEFAULT_KEEP_S, DEFAULT_LEASE_S, Tier
 from mesh.block_publisher import BlockPublisher
 from mesh.registry import Heartbeat, WorkerLoad, WorkerRecord
 from tests.paper_workers import registered
-from tests.virtual_time import run_in_virtual_time
 
 # Ten minutes and more: until all that Redis knew at their beginning would have ended by itself.
 IDLE_S = 1.5 * DEFAULT_KEEP_S
@@ -77,4 +77,4 @@ def test_worker_and_its_blocks_are_known_throughout() -> None:
         # An idle worker is no load.
         assert redis.num_calls < 3 * IDLE_S
 
-    run_in_virtual_time(idle())
+    virtual_time.run(idle())
