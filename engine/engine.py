@@ -108,7 +108,7 @@ class Engine:
         events += self._carry_on(batch)
         if batch.scheduled:
             decoding_since = self._clock()
-            events += self._commit(batch, self._runner.execute(batch.scheduled))
+            events += self._commit(batch, self._execute(batch.scheduled))
             if all(item.num_tokens == 1 for item in batch.scheduled):
                 self._decoding_s = self._clock() - decoding_since
         self._num_steps += bool(batch.scheduled or batch.computed_apart)
@@ -280,6 +280,24 @@ class Engine:
             return []
         batch.num_tokens_apart = sum(item.num_tokens for item in finished.scheduled)
         return self._commit(Batch(finished.scheduled), finished.logits)
+
+    def _execute(self, scheduled: Sequence[ScheduledRequest]) -> npt.NDArray[np.float32]:
+        """Compute a batch; who waits for its KV is told before there are logits."""
+        handed_over = [item for item in scheduled if item.request.hold_blocks]
+        if not handed_over:
+            return self._runner.execute(scheduled)
+
+        def on_kv_written() -> None:
+            for item in handed_over:
+                start = item.request.num_computed_tokens
+                end = start + item.num_tokens
+                # The last block may have room left that nobody will use.
+                end_block = self._pool.num_blocks_for(end) if item.samples else end // size
+                self._pool.mark_filled(item.request.block_ids[start // size : end_block])
+            self.on_filled()
+
+        size = self.block_size
+        return self._runner.execute(scheduled, on_kv_written)
 
     def _announce_blocks(self) -> None:
         events = self._pool.drain_events()

@@ -45,10 +45,12 @@ class ForwardPass(Protocol):
     """A batch on its way through the layers; others may be computed between two calls."""
 
     @property
-    def num_layers_left(self) -> int: ...
+    def num_layers_left(self) -> int:
+        """The last of them is the output head: before it, all keys and values are written."""
+        ...
 
     def advance(self, num_layers: int) -> npt.NDArray[np.float32] | None:
-        """Compute so many layers more; after the last one, the logits that are wanted."""
+        """Compute so many layers more; the last one gives the logits that are wanted."""
         ...
 
 

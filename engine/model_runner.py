@@ -1,6 +1,6 @@
 """From scheduled requests to rows of logits: the only place where the engine meets the model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -25,10 +25,15 @@ class Runner(Protocol):
         """Bytes of one KV block."""
         ...
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> npt.NDArray[np.float32]:
+    def execute(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        on_kv_written: Callable[[], None] | None = None,
+    ) -> npt.NDArray[np.float32]:
         """Write the batch's KV; return each request's `num_logits` rows of logits, in order.
 
-        The rows are the caller's to change, until the next call.
+        The rows are the caller's to change, until the next call. `on_kv_written` is called as
+        soon as the KV is whole, which is before there are logits.
         """
         ...
 
@@ -53,8 +58,19 @@ class ModelRunner:
     def block_bytes(self) -> int:
         return self._kv_cache.layout.block_bytes
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> npt.NDArray[np.float32]:
-        return self.forward([self._slice(item) for item in scheduled])
+    def execute(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        on_kv_written: Callable[[], None] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        if on_kv_written is None:
+            return self.forward([self._slice(item) for item in scheduled])
+        under_way = self.begin(scheduled)
+        under_way.advance(under_way.num_layers_left - 1)
+        on_kv_written()
+        logits = under_way.advance(1)
+        assert logits is not None, "the output head was left"
+        return logits
 
     def begin(self, scheduled: Sequence[ScheduledRequest]) -> ForwardPass:
         """Compute the same in parts. The requests must keep their blocks until the end."""

@@ -74,11 +74,17 @@ class MemoryRunner:
         self.clock: FakeClock | None = None
         self.layer_s = 1.0
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Logits:
+    def execute(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        on_kv_written: Callable[[], None] | None = None,
+    ) -> Logits:
         self.step_sizes.append(sum(item.num_rows for item in scheduled))
         for item in scheduled:
             start = item.request.num_computed_tokens
             self.write(item.request.block_ids, start, item.token_ids())
+        if on_kv_written is not None:
+            on_kv_written()
         rows = [
             self._row(item.request, item.request.num_computed_tokens + item.num_rows - later)
             for item in scheduled

@@ -14,7 +14,7 @@ from engine.kernels.pack import ALIGNMENT, PackedMatrix
 
 Array = npt.NDArray[Any]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 class KernelError(Exception):

@@ -58,7 +58,7 @@ Status Model::check(const pdmesh_batch& batch) const {
     return Status::kBadRow;
   }
   if (batch.first_layer < 0 || batch.first_layer >= batch.end_layer ||
-      batch.end_layer > config_.num_layers) {
+      batch.end_layer > config_.num_layers + 1) {
     return Status::kBadLayer;
   }
   for (std::int64_t seq = 0; seq < batch.num_seqs; ++seq) {
@@ -129,7 +129,8 @@ void Model::run(int thread) {
   const std::int64_t qkv_size = query_size_ + 2 * kv_size_;
   const std::int64_t intermediate_size = config_.intermediate_size;
   if (batch_->first_layer == 0) embed(thread);
-  for (std::int64_t i = batch_->first_layer; i < batch_->end_layer; ++i) {
+  const std::int64_t end = std::min<std::int64_t>(batch_->end_layer, config_.num_layers);
+  for (std::int64_t i = batch_->first_layer; i < end; ++i) {
     const pdmesh_layer& layer = layers_[static_cast<std::size_t>(i)];
     const Linear qkv = linear_view(layer.qkv), output = linear_view(layer.output);
     const Linear gate_up = linear_view(layer.gate_up), down = linear_view(layer.down);
@@ -147,7 +148,7 @@ void Model::run(int thread) {
     project(thread, i * kProducts + 3, down, activated_.data(), rows,
             {Kind::kAdd, batch_->hidden, hidden_size, hidden_size});
   }
-  if (batch_->end_layer == config_.num_layers) head(thread);
+  if (batch_->end_layer > config_.num_layers) head(thread);
 }
 
 void Model::embed(int thread) {

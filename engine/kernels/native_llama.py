@@ -151,7 +151,7 @@ class NativeLlama:
         if num_rows > len(self._hidden):
             self._hidden = _aligned(num_rows, self._hidden_size)
         whole = NativePass(self, batch, kv_cache, num_blocks, self._hidden)
-        logits = whole.advance(self.num_layers)
+        logits = whole.advance(whole.num_layers_left)
         assert logits is not None
         return logits
 
@@ -254,10 +254,11 @@ class NativePass:
 
     @property
     def num_layers_left(self) -> int:
-        return self._llama.num_layers - int(self._struct.end_layer)
+        """The output head is the last of them."""
+        return self._llama.num_layers + 1 - int(self._struct.end_layer)
 
     def advance(self, num_layers: int) -> Array | None:
-        """Compute so many layers more; after the last one, the logits, as `forward` has them."""
+        """Compute so many layers more; the last one gives the logits, as `forward` has them."""
         struct = self._struct
         struct.first_layer = struct.end_layer
         struct.end_layer += min(num_layers, self.num_layers_left)

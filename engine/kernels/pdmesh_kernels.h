@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-#define PDMESH_ABI_VERSION 2
+#define PDMESH_ABI_VERSION 3
 
 /* Weights packed as kernels.h describes; `format` is its WeightFormat. */
 typedef struct {
@@ -56,10 +56,11 @@ typedef struct {
 /* One step: num_rows tokens of num_seqs sequences, the rows of a sequence adjacent and at
  * consecutive positions, its last one at seq_lens - 1.
  *
- * The layers from first_layer to end_layer, exclusive, are computed. What goes from one layer to
- * the next is in `hidden`: several calls, one after the other with the same batch, compute what
- * one call would, and other batches may come in between. Only the one with the first layer reads
- * token_ids, and only the one with the last layer writes logits. */
+ * The layers from first_layer to end_layer, exclusive, are computed; the output head counts as the
+ * one after the last. What goes from one layer to the next is in `hidden`: several calls, one after
+ * the other with the same batch, compute what one call would, and other batches may come in
+ * between. Only the one with the first layer reads token_ids, and only the one with the output head
+ * writes logits. */
 typedef struct {
   int64_t num_rows;
   int64_t num_seqs;

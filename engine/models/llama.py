@@ -74,7 +74,8 @@ class LlamaModel:
 
     def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> Float32Array:
         """Write the batch's keys and values, and return float32 logits `[L, vocab_size]`."""
-        logits = self.begin(batch, kv_cache).advance(self.config.num_layers)
+        whole = self.begin(batch, kv_cache)
+        logits = whole.advance(whole.num_layers_left)
         assert logits is not None
         return logits
 
@@ -115,22 +116,21 @@ class LlamaPass:
 
     @property
     def num_layers_left(self) -> int:
-        return len(self._model.layers) - self._next_layer
+        """The output head is the last of them."""
+        return len(self._model.layers) + 1 - self._next_layer
 
     @torch.inference_mode()
     def advance(self, num_layers: int) -> Float32Array | None:
-        """Compute so many layers more; after the last one, the logits, as `forward` has them."""
+        """Compute so many layers more; the last one gives the logits, as `forward` has them."""
         model, hidden = self._model, self._hidden
-        for index in range(
-            self._next_layer, self._next_layer + min(num_layers, self.num_layers_left)
-        ):
-            layer = model.layers[index]
+        first = self._next_layer
+        self._next_layer += min(num_layers, self.num_layers_left)
+        for index, layer in enumerate(model.layers[first : self._next_layer], first):
             normed = layer.input_norm(hidden)
             hidden = hidden + layer.attend(
                 index, normed, self._rotate, self._attention, self._kv_cache
             )
             hidden = hidden + layer.feed_forward(layer.post_attention_norm(hidden))
-            self._next_layer += 1
         self._hidden = hidden
         if self.num_layers_left:
             return None

@@ -669,9 +669,9 @@ def test_chunks_of_a_prompt_are_reported_as_they_are_computed() -> None:
 
 def test_evicted_keys_are_told_before_their_blocks_are_overwritten() -> None:
     class WatchfulRunner(MemoryRunner):
-        def execute(self, scheduled: Any) -> Any:
+        def execute(self, scheduled: Any, on_kv_written: Any = None) -> Any:
             log.append("pass")
-            return super().execute(scheduled)
+            return super().execute(scheduled, on_kv_written)
 
     log: list[object] = []
     engine = make_engine(
@@ -699,9 +699,9 @@ def test_the_stages_of_a_request_add_up_to_its_time() -> None:
     clock = FakeClock()
 
     class SlowRunner(MemoryRunner):
-        def execute(self, scheduled: Any) -> Any:
+        def execute(self, scheduled: Any, on_kv_written: Any = None) -> Any:
             clock.advance(1.0)
-            return super().execute(scheduled)
+            return super().execute(scheduled, on_kv_written)
 
     engine = make_engine(runner=SlowRunner(64, 4), clock=clock, max_num_batched_tokens=8)
     params = SamplingParams(3, temperature=0.0, ignore_eos=True)

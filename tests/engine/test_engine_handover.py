@@ -47,14 +47,15 @@ def test_a_prefill_says_from_its_first_chunk_on_where_its_blocks_lie() -> None:
     engine.release_hold("r")
 
 
-def test_a_prefill_marks_what_is_filled_and_rings_after_each_chunk() -> None:
+def test_a_prefill_marks_what_is_filled_and_rings_before_it_samples() -> None:
     engine = make_engine(max_num_batched_tokens=8)
     marks = engine._pool._marks
-    rings: list[int] = []
+    rings: list[tuple[int, int]] = []
 
     def look() -> None:
         filled = zip(marks.filled, marks.generations, strict=True)
-        rings.append(sum(was == now != 0 for was, now in filled))
+        num_tokens = sum(token != 0 for token in marks.next_tokens)
+        rings.append((sum(was == now != 0 for was, now in filled), num_tokens))
 
     engine.on_filled = look
     engine.add_request(Request("r", prompt_of(18), GREEDY, hold_blocks=True))
@@ -62,12 +63,13 @@ def test_a_prefill_marks_what_is_filled_and_rings_after_each_chunk() -> None:
     [last] = [e for e in run_until_stalled(engine) if isinstance(e, TokenOutput)]
 
     # The last block has two of its four tokens, and gets no more.
-    assert rings == [2, 4, 5]
+    expected = [(2, 0), (2, 0), (4, 0), (4, 0), (5, 0), (5, 1)]
+    assert rings == expected
     assert marks.token_after(last.held_block_ids) == last.token_id
     assert marks.token_after(last.held_block_ids[:4]) is None
     engine.release_hold("r")
     run_to_end(engine, Request("other", prompt_of(18, first=9), GREEDY))
-    assert rings == [2, 4, 5]
+    assert rings == expected
 
 
 def test_progress_of_a_request_that_nobody_takes_over_names_no_blocks() -> None:

@@ -1,6 +1,6 @@
 """Long prompts that are computed some layers at a time beside decodes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -310,7 +310,11 @@ class SteadyRunner(MemoryRunner):
         super().__init__(num_blocks, block_size)
         self._clock, self._step_s, self._token_s = clock, step_s, token_s
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> npt.NDArray[np.float32]:
+    def execute(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        on_kv_written: Callable[[], None] | None = None,
+    ) -> npt.NDArray[np.float32]:
         num_rows = sum(item.num_rows for item in scheduled)
         self._clock.advance(self._step_s + num_rows * self._token_s)
-        return super().execute(scheduled)
+        return super().execute(scheduled, on_kv_written)

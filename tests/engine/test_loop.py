@@ -41,11 +41,15 @@ class GatedRunner(MemoryRunner):
         self.begun = threading.Semaphore(0)
         self._permits = threading.Semaphore(0)
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Logits:
+    def execute(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        on_kv_written: Callable[[], None] | None = None,
+    ) -> Logits:
         if self.is_gated:
             self.begun.release()
             assert self._permits.acquire(timeout=20)
-        return super().execute(scheduled)
+        return super().execute(scheduled, on_kv_written)
 
     def let(self, num_steps: int) -> None:
         self._permits.release(num_steps)

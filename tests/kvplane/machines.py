@@ -3,7 +3,7 @@
 import asyncio
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,9 +88,13 @@ class GatedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Any:
+    def execute(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        on_kv_written: Callable[[], None] | None = None,
+    ) -> Any:
         assert self.steps.acquire(timeout=20), "nobody let the step through"
-        return self._runner.execute(scheduled)
+        return self._runner.execute(scheduled, on_kv_written)
 
 
 def gate(worker: RunningWorker) -> GatedRunner:

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -271,8 +271,12 @@ class PoisoningRunner:
     def block_bytes(self) -> int:
         return self._runner.block_bytes
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Logits:
-        logits = self._runner.execute(scheduled).copy()
+    def execute(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        on_kv_written: Callable[[], None] | None = None,
+    ) -> Logits:
+        logits = self._runner.execute(scheduled, on_kv_written).copy()
         rows = [item.request for item in scheduled if item.samples]
         for row, request in enumerate(rows):
             is_third = len(request.output_token_ids) == 2

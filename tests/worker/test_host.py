@@ -57,12 +57,16 @@ class GatedRunner:
     def block_bytes(self) -> int:
         return self._runner.block_bytes
 
-    def execute(self, scheduled: Sequence[ScheduledRequest]) -> Logits:
+    def execute(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        on_kv_written: Callable[[], None] | None = None,
+    ) -> Logits:
         self.entered.set()
         self.gate.wait()
         if self.error is not None:
             raise self.error
-        return self._runner.execute(scheduled)
+        return self._runner.execute(scheduled, on_kv_written)
 
     def close(self) -> None:
         self._runner.close()
