@@ -134,8 +134,15 @@ def check_from_the_prefix_cache(case: Case) -> None:
 def check_preempted_and_resumed(case: Case, **settings: int) -> None:
     prompts = case.short_prompts()
     longest = max(len(prompt) for prompt in prompts.values()) + case.num_tokens
-    # Small blocks, so that sequences outgrow them often.
-    config = replace(case.config, block_size=4, num_blocks=longest // 4 + 4, **settings)  # type: ignore[arg-type]
+    # Small blocks, so that sequences outgrow them often. No layer by layer, or a slow moment makes
+    # the prompts come one after another and nothing is preempted.
+    config = replace(
+        case.config,
+        block_size=4,
+        num_blocks=longest // 4 + 4,
+        step_objective_ms=0,
+        **settings,  # type: ignore[arg-type]
+    )
 
     with running_engine(config) as engine:
         assert_same(run(engine, prompts, case.params), case)

@@ -18,7 +18,9 @@ from mesh.ports import find_free_ports
 from mesh.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 
 NAME = f"pdmesh-{os.getpid()}"
-HERE, THERE = "10.213.77.1", "10.213.77.2"
+# Networks of four addresses, one for each process that runs tests here.
+_NETWORK = f"10.{200 + os.getpid() // 64 // 256 % 16}.{os.getpid() // 64 % 256}."
+HERE, THERE = (f"{_NETWORK}{os.getpid() % 64 * 4 + end}" for end in (1, 2))
 NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 19
 
 
