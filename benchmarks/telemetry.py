@@ -35,9 +35,9 @@ _NOT_SAMPLED = {"traceparent": f"00-{'0' * 31}1-{'0' * 15}1-00"}
 # As often and as much as the page asks (gateway/dashboard/static/app.js).
 _POLL_S = 1.0
 _NUM_LISTED = 300
-# Spans leave within this time, so that the turn that made them also sends them. OpenTelemetry's
-# default is twice as long, and sending costs less then.
-_EXPORT_DELAY_S = 2.5
+# Spans leave within this time (OpenTelemetry's default), so that the turn that made them also sends
+# them.
+_EXPORT_DELAY_S = 5.0
 _SETTLE_S = 0.5
 _TURN_S = 2 * _EXPORT_DELAY_S
 _WORKERS = ("prefill_svc", "decode_svc")
@@ -212,8 +212,7 @@ async def _mesh(
     arguments = ("--log-level", "INFO", "--otlp-endpoint", otlp_endpoint)
     contender = contenders(settings, arguments)[OURS]
     launch = contender.launch(BenchPoint("W1", 1), Place(port, home))
-    delay = {"OTEL_BSP_SCHEDULE_DELAY": str(round(1000 * _EXPORT_DELAY_S))}
-    async with running(launch, port, folder / "mesh.log", {**environment, **delay}) as server:
+    async with running(launch, port, folder / "mesh.log", environment) as server:
         yield server
 
 
