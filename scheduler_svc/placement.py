@@ -251,14 +251,15 @@ def _better_mode(
     """A prefill worker on the decode worker's own cores spares its decodes nothing: their
     threads then wait for the prefill's at every step, in place of sharing a pass with it."""
     is_local_cheaper = comparison.local_s <= (1 - settings.local_margin) * comparison.remote_s
+    if comparison.shares_cores:
+        # Nothing to explore: no measurement could change it.
+        reason = Reason.LOCAL_CHEAPER if is_local_cheaper else Reason.SHARED_CORES
+        return PlacementMode.LOCAL, reason
     if random.random() < settings.explore_ratio:
-        is_local_better = is_local_cheaper or comparison.shares_cores
-        other = PlacementMode.DISAGGREGATED if is_local_better else PlacementMode.LOCAL
+        other = PlacementMode.DISAGGREGATED if is_local_cheaper else PlacementMode.LOCAL
         return other, Reason.EXPLORE
     if is_local_cheaper:
         return PlacementMode.LOCAL, Reason.LOCAL_CHEAPER
-    if comparison.shares_cores:
-        return PlacementMode.LOCAL, Reason.SHARED_CORES
     return PlacementMode.DISAGGREGATED, Reason.REMOTE_CHEAPER
 
 
