@@ -91,6 +91,8 @@ class ModelConfig:
 
 # What computes: the compiled kernels (CPU) or torch.
 BackendName = Literal["native", "torch"]
+# Instructions that the kernels use, most first; all give the same bits.
+KernelLevel = Literal["amx", "avx512", "avx2", "portable"]
 DtypeName = Literal["float32", "bfloat16"]
 # How weights are stored; "none" is the dtype.
 QuantizationName = Literal["none", "int8", "int4", "int4_channel"]
@@ -130,6 +132,8 @@ class EngineConfig:
     device: str = "cpu"
     # "auto" is native where the kernels are and can run the model.
     backend: BackendName | Literal["auto"] = "auto"
+    # "auto" is the best that the CPU has.
+    kernel_level: KernelLevel | Literal["auto"] = "auto"
     # "auto" keeps what the checkpoint stores (float16 becomes float32 on a CPU).
     dtype: DtypeName | Literal["auto"] = "auto"
     # "auto" is what the checkpoint is quantized to, or was made from, where the kernels can run it.

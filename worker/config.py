@@ -11,6 +11,7 @@ from engine.config import (
     BackendName,
     DtypeName,
     EngineConfig,
+    KernelLevel,
     KvDtypeName,
     QuantizationName,
     SpeculationLimits,
@@ -34,6 +35,11 @@ class WorkerConfig(ServiceConfig):
     device: str = Field("cpu", description="where the model runs, as torch names it")
     backend: BackendName | Literal["auto"] = Field(
         "auto", description="what computes; auto is the compiled kernels where they can"
+    )
+    kernel_level: KernelLevel | Literal["auto"] = Field(
+        "auto",
+        description="instructions that the compiled kernels use; auto is the best that the CPU has."
+        " A format's results are the same at every level",
     )
     dtype: DtypeName | Literal["auto"] = Field(
         "auto", description="of weights that are not quantized; auto is what the checkpoint stores"
@@ -140,6 +146,7 @@ class WorkerConfig(ServiceConfig):
             model_path=self.model_path,
             device=self.device,
             backend=self.backend,
+            kernel_level=self.kernel_level,
             dtype=self.dtype,
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,

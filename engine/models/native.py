@@ -33,7 +33,9 @@ class NativeModel:
         *,
         num_positions: int,
         num_threads: int,
+        level: str | None = None,
     ) -> None:
+        """`level`: as `Library.level` has it; None: the best one."""
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         self.vocab_size = config.vocab_size
         self._llama = NativeLlama(
@@ -44,6 +46,7 @@ class NativeModel:
             kv_format=_KV_FORMATS[layout.dtype],
             block_size=layout.block_size,
             num_threads=num_threads,
+            level=level,
         )
         assert self._llama.block_bytes == layout.block_bytes, "the kernels' blocks are different"
 

@@ -95,9 +95,10 @@ def load_model(config: EngineConfig, model_config: ModelConfig, max_model_len: i
         layout,
         num_positions=max_model_len,
         num_threads=config.num_threads or len(os.sched_getaffinity(0)),
+        level=_level_name(config),
     )
-    has_tiles = library.level() == "amx" and choice.weights in ("int8", "int4_channel")
-    costs = COSTS_BY_TILES if has_tiles else COSTS_BY_ROWS
+    by_tiles = has_tiles(config) and choice.weights in ("int8", "int4_channel")
+    costs = COSTS_BY_TILES if by_tiles else COSTS_BY_ROWS
     return LoadedModel(native, layout, native.draw, costs)
 
 
@@ -115,8 +116,9 @@ def choose(config: EngineConfig, model_config: ModelConfig, max_model_len: int) 
             ("kv_cache_dtype", config.kv_cache_dtype),
         ):
             if value in INTEGER_WEIGHTS or value in ("int8", "fp8"):
-                why = obstacle or "backend is torch"
-                raise BackendError(f"{name} {value} needs the native backend: {why}")
+                raise _needs_native(name, value, obstacle)
+        if config.kernel_level != "auto":
+            raise _needs_native("kernel_level", config.kernel_level, obstacle)
     weights = _choose_weights(config, model_config, is_native)
     kv_dtype = config.kv_cache_dtype
     if kv_dtype == "auto":
@@ -126,10 +128,19 @@ def choose(config: EngineConfig, model_config: ModelConfig, max_model_len: int) 
     return Choice("native" if is_native else "torch", weights, kv_dtype)
 
 
-def has_tiles() -> bool:
+def _needs_native(name: str, value: str, obstacle: str | None) -> BackendError:
+    why = obstacle or "backend is torch"
+    return BackendError(f"{name} {value} needs the native backend: {why}")
+
+
+def has_tiles(config: EngineConfig) -> bool:
     """Whether the kernels multiply int8 matrices in AMX tiles here."""
     library = load_library()
-    return library is not None and library.level() == "amx"
+    return library is not None and library.level(_level_name(config)) == "amx"
+
+
+def _level_name(config: EngineConfig) -> str | None:
+    return None if config.kernel_level == "auto" else config.kernel_level
 
 
 def _obstacle_to_native(
@@ -144,8 +155,11 @@ def _obstacle_to_native(
         return "the model's attention has a sliding window"
     if model_config.head_dim % 4:
         return f"head_dim {model_config.head_dim} is no multiple of 4"
-    if load_library() is None:
+    library = load_library()
+    if library is None:
         return "the kernel library could not be built"
+    if library.level(_level_name(config)) is None:
+        return f"this CPU has {', '.join(library.levels())}"
     return None
 
 
@@ -166,7 +180,7 @@ def _choose_weights(
             if has_quantized_source(config.model_path):
                 # What is fastest of that which passes the gate: tiles multiply whole rows of
                 # int8, and vector units sums that become floats after each group.
-                return "int4_channel" if has_tiles() else "int4"
+                return "int4_channel" if has_tiles(config) else "int4"
     return _dtype(config)
 
 

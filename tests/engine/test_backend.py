@@ -4,7 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.build import build_engine
-from engine.config import EngineConfig, ModelConfig
-from engine.kernels.library import SAMPLING_DTYPE, load_library
+from engine.config import EngineConfig, KernelLevel, ModelConfig
+from engine.forward_batch import SequenceSlice, build_batch
+from engine.kernels.library import SAMPLING_DTYPE, Library, load_library
+from engine.kv_cache import KvCache
 from engine.models import native_weights
 from engine.models.native import NativeModel
 from engine.models.native_weights import SOURCE_GGUF, WeightsName, load_packed
@@ -47,11 +49,12 @@ def test_auto_is_native_with_the_stored_numbers(folder: Path) -> None:
 def test_auto_takes_the_quantized_values_that_a_model_was_made_from(folder: Path) -> None:
     (folder / SOURCE_GGUF).touch()
 
-    weights: WeightsName = "int4_channel" if has_tiles() else "int4"
+    weights: WeightsName = "int4_channel" if has_tiles(EngineConfig(folder)) else "int4"
     assert choice(folder) == Choice("native", weights, "bfloat16")
     assert choice(folder, kv_cache_dtype="fp8") == Choice("native", weights, "fp8")
     assert choice(folder, quantization="int4").weights == "int4"
     assert choice(folder, quantization="none").weights == "float32"
+    assert choice(folder, kernel_level="portable").weights == "int4"
     # Who asks for a dtype does not get fewer bits.
     assert choice(folder, dtype="float32").weights == "float32"
     assert choice(folder, backend="torch").weights == "float32"
@@ -63,6 +66,7 @@ def test_auto_takes_the_quantized_values_that_a_model_was_made_from(folder: Path
         ({"backend": "torch", "quantization": "int8"}, "quantization int8 needs the native"),
         ({"backend": "torch", "kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 needs the native"),
         ({"backend": "torch", "kv_cache_dtype": "bfloat16"}, "bfloat16 with float32 needs"),
+        ({"backend": "torch", "kernel_level": "avx2"}, "kernel_level avx2 needs the native"),
         ({"backend": "native", "device": "cuda"}, "device is cuda"),
         ({"device": "cuda", "quantization": "int4"}, "needs the native backend: device is cuda"),
     ],
@@ -80,6 +84,34 @@ def test_without_the_library_torch_serves(folder: Path, monkeypatch: pytest.Monk
     assert choice(folder).backend == "torch"
     with pytest.raises(BackendError, match="could not be built"):
         choice(folder, backend="native")
+
+
+@needs_kernels
+@pytest.mark.parametrize("backend", ["auto", "native"])
+def test_a_level_that_the_cpu_does_not_have_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(Library, "level", lambda self, name=None: "avx2" if name is None else None)
+
+    with pytest.raises(BackendError, match="this CPU has"):
+        choice(folder, backend=backend, kernel_level="amx")
+
+
+@needs_kernels
+def test_levels_give_the_same_logits(folder: Path) -> None:
+    def logits(level: KernelLevel) -> Any:
+        config = EngineConfig(
+            folder, backend="native", quantization="int8", num_blocks=8, kernel_level=level
+        )
+        loaded = load_model(config, ModelConfig.from_folder(folder), 64)
+        batch = build_batch([SequenceSlice([3, 4, 5, 6, 7], 0, [0])], config.block_size)
+        return loaded.model.forward(batch, KvCache(loaded.layout, 8)).copy()
+
+    library = load_library()
+    assert library is not None
+    first, *others = (logits(level) for level in get_args(KernelLevel) if library.level(level))
+
+    assert all(np.array_equal(first, other) for other in others)
 
 
 @needs_kernels
