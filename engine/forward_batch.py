@@ -1,6 +1,6 @@
 """What one forward pass computes: the tokens of several sequences, laid end to end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,12 +45,15 @@ class ForwardPass(Protocol):
     """A batch on its way through the layers; others may be computed between two calls."""
 
     @property
-    def num_layers_left(self) -> int:
-        """The last of them is the output head: before it, all keys and values are written."""
-        ...
+    def num_layers_left(self) -> int: ...
 
-    def advance(self, num_layers: int) -> npt.NDArray[np.float32] | None:
-        """Compute so many layers more; the last one gives the logits that are wanted."""
+    def advance(
+        self, num_layers: int, on_kv_written: Callable[[], None] | None = None
+    ) -> npt.NDArray[np.float32] | None:
+        """Compute so many layers more; after the last one, the logits that are wanted.
+
+        `on_kv_written` is called between the two, when all keys and values are written.
+        """
         ...
 
 

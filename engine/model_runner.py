@@ -66,10 +66,8 @@ class ModelRunner:
         if on_kv_written is None:
             return self.forward([self._slice(item) for item in scheduled])
         under_way = self.begin(scheduled)
-        under_way.advance(under_way.num_layers_left - 1)
-        on_kv_written()
-        logits = under_way.advance(1)
-        assert logits is not None, "the output head was left"
+        logits = under_way.advance(under_way.num_layers_left, on_kv_written)
+        assert logits is not None, "all layers were computed"
         return logits
 
     def begin(self, scheduled: Sequence[ScheduledRequest]) -> ForwardPass:

@@ -120,12 +120,14 @@ class MemoryPass:
         self._block_ids = [list(item.request.block_ids) for item in scheduled]
         self.num_layers_left = 4
 
-    def advance(self, num_layers: int) -> Logits | None:
+    def advance(
+        self, num_layers: int, on_kv_written: Callable[[], None] | None = None
+    ) -> Logits | None:
         self.num_layers_left -= min(num_layers, self.num_layers_left)
         if self._runner.clock is not None:
             self._runner.clock.advance(num_layers * self._runner.layer_s)
         if self.num_layers_left == 0:
-            return self._runner.execute(self._scheduled)
+            return self._runner.execute(self._scheduled, on_kv_written)
         for item, block_ids in zip(self._scheduled, self._block_ids, strict=True):
             start = item.request.num_computed_tokens
             token_ids = item.request.token_ids[start:][: item.num_tokens]

@@ -1,7 +1,7 @@
 """A Llama-family model on the kernels: one call into the library per step."""
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -151,7 +151,7 @@ class NativeLlama:
         if num_rows > len(self._hidden):
             self._hidden = _aligned(num_rows, self._hidden_size)
         whole = NativePass(self, batch, kv_cache, num_blocks, self._hidden)
-        logits = whole.advance(whole.num_layers_left)
+        logits = whole.advance(self.num_layers)
         assert logits is not None
         return logits
 
@@ -254,17 +254,27 @@ class NativePass:
 
     @property
     def num_layers_left(self) -> int:
-        """The output head is the last of them."""
-        return self._llama.num_layers + 1 - int(self._struct.end_layer)
+        return max(0, self._llama.num_layers - int(self._struct.end_layer))
 
-    def advance(self, num_layers: int) -> Array | None:
-        """Compute so many layers more; the last one gives the logits, as `forward` has them."""
+    def advance(
+        self, num_layers: int, on_kv_written: Callable[[], None] | None = None
+    ) -> Array | None:
+        """Compute so many layers more; after the last one, the logits, as `forward` has them.
+
+        `on_kv_written` is called between the two.
+        """
         struct = self._struct
         struct.first_layer = struct.end_layer
         struct.end_layer += min(num_layers, self.num_layers_left)
         if self.num_layers_left:
             self._llama.compute(struct)
             return None
+        if on_kv_written is not None:
+            self._llama.compute(struct)
+            on_kv_written()
+            struct.first_layer = struct.end_layer
+        # The output head counts as a layer there.
+        struct.end_layer = self._llama.num_layers + 1
         logits = self._llama.logits_for(len(self._inputs[-1]))
         struct.logits = address(logits)
         self._llama.compute(struct)

@@ -1,5 +1,6 @@
 """The Llama family on torch: Llama 2 and 3, SmolLM2, Mistral."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,8 +75,7 @@ class LlamaModel:
 
     def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> Float32Array:
         """Write the batch's keys and values, and return float32 logits `[L, vocab_size]`."""
-        whole = self.begin(batch, kv_cache)
-        logits = whole.advance(whole.num_layers_left)
+        logits = self.begin(batch, kv_cache).advance(self.config.num_layers)
         assert logits is not None
         return logits
 
@@ -116,12 +116,16 @@ class LlamaPass:
 
     @property
     def num_layers_left(self) -> int:
-        """The output head is the last of them."""
-        return len(self._model.layers) + 1 - self._next_layer
+        return len(self._model.layers) - self._next_layer
 
     @torch.inference_mode()
-    def advance(self, num_layers: int) -> Float32Array | None:
-        """Compute so many layers more; the last one gives the logits, as `forward` has them."""
+    def advance(
+        self, num_layers: int, on_kv_written: Callable[[], None] | None = None
+    ) -> Float32Array | None:
+        """Compute so many layers more; after the last one, the logits, as `forward` has them.
+
+        `on_kv_written` is called between the two.
+        """
         model, hidden = self._model, self._hidden
         first = self._next_layer
         self._next_layer += min(num_layers, self.num_layers_left)
@@ -134,6 +138,8 @@ class LlamaPass:
         self._hidden = hidden
         if self.num_layers_left:
             return None
+        if on_kv_written is not None:
+            on_kv_written()
         wanted = hidden[torch.from_numpy(self._logits_rows).to(hidden.device)]
         logits: Float32Array = model.lm_head(model.norm(wanted)).float().cpu().numpy()
         return logits

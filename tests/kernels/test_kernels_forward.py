@@ -153,11 +153,30 @@ def test_layers_one_by_one_with_others_in_between_give_the_same_bits(
     neighbour = Piece(make_tokens(40, seed=1), 0, range(200, 210))
 
     layers = runner.model.begin(batch, runner.cache, runner.num_blocks)
-    while (logits := layers.advance(1)) is None:
+    num_layers = layers.num_layers_left
+    for _ in range(num_layers - 1):
+        assert layers.advance(1) is None
         runner.run(neighbour)
 
-    assert np.array_equal(logits, whole)
+    assert num_layers == SmallConfig().num_layers
+    assert np.array_equal(layers.advance(1), whole)
     assert layers.num_layers_left == 0
+
+
+def test_keys_and_values_are_written_before_there_are_logits(library: Library) -> None:
+    token_ids = make_tokens(40)
+    alone, runner = make_runner(library), make_runner(library, num_threads=2)
+    whole = _run_whole(alone, token_ids)
+    batch = make_batch([Piece(token_ids, 0, shuffled_blocks(40))], runner.block_size)
+    seen: list[Any] = []
+
+    layers = runner.model.begin(batch, runner.cache, runner.num_blocks)
+    layers.advance(1)
+    logits = layers.advance(layers.num_layers_left, lambda: seen.append(runner.cache.copy()))
+
+    assert np.array_equal(logits, whole)
+    [cache] = seen
+    assert np.array_equal(cache, alone.cache)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
