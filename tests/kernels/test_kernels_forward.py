@@ -159,7 +159,9 @@ def test_layers_one_by_one_with_others_in_between_give_the_same_bits(
         runner.run(neighbour)
 
     assert num_layers == SmallConfig().num_layers
-    assert np.array_equal(layers.advance(1), whole)
+    logits = layers.advance(1)
+    assert logits is not None
+    assert np.array_equal(logits, whole)
     assert layers.num_layers_left == 0
 
 
@@ -174,6 +176,7 @@ def test_keys_and_values_are_written_before_there_are_logits(library: Library) -
     layers.advance(1)
     logits = layers.advance(layers.num_layers_left, lambda: seen.append(runner.cache.copy()))
 
+    assert logits is not None
     assert np.array_equal(logits, whole)
     [cache] = seen
     assert np.array_equal(cache, alone.cache)
