@@ -94,11 +94,11 @@ class Generator:
                         if tokens := _tokens(batch, span):
                             transfer.is_running = False
                             transfer.payload_bytes = claim.payload_bytes
-                            transfer.overlap_s = claim.overlap_s
+                            transfer.overlap_s = claim.overlap_s(request.submitted_at)
                             yield tokens
             finally:
                 transfer.first_token_ids = claim.first_token_ids
-                transfer.overlap_s = claim.overlap_s
+                transfer.overlap_s = claim.overlap_s(request.submitted_at)
 
 
 def _tokens(batch: Sequence[RunEvent], span: Span) -> list[TokenOutput]:

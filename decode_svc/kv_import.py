@@ -151,10 +151,11 @@ class KvClaim:
             # The engine may have asked, and nobody will answer it any more.
             self._importer.engine.remote_kv_failed(self._request_id)
 
-    @property
-    def overlap_s(self) -> float:
-        """For how long the prompt was still being computed."""
-        return 0.0 if self.first_token_at is None else self.first_token_at - self._started_at
+    def overlap_s(self, since: float | None) -> float:
+        """For how long the prompt was still being computed, `since` the engine's clock began."""
+        if self.first_token_at is None or since is None:
+            return 0.0
+        return max(0.0, self.first_token_at - since)
 
     def covers(self, num_tokens: int) -> bool:
         """Whether the handle has the KV of so many tokens, in a form that fits here."""

@@ -1,6 +1,7 @@
 """An engine whose every event the test decides, behind the workers' EnginePort."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 
 from engine.reports import EngineStats
@@ -116,6 +117,7 @@ class ScriptedEngineLoop:
     async def generate(self, request: Request) -> AsyncGenerator[EngineEvent, None]:
         if self.refusal is not None:
             raise self.refusal
+        request.submitted_at = time.perf_counter()
         run = ScriptedRun(request)
         self.runs.put_nowait(run)
         try:

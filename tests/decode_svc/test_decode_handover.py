@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from decode_svc.kv_holder import RemoteKv
 from decode_svc.kv_import import KvImportLimits
 from engine.request import RequestTimings
 from mesh.errors import KvLeaseExpired, KvTransferFailed, from_rpc_error
@@ -260,6 +261,20 @@ async def test_time_before_the_first_token_is_not_decodes(
     assert types_pb2.STAGE_DECODE_WAIT not in stages
     assert stages[types_pb2.STAGE_KV_TRANSFER] <= 50
     assert stages[types_pb2.STAGE_DECODE_STEPS] == pytest.approx(10)
+
+
+async def test_overlap_counts_from_when_the_engine_has_the_request(rig: DecodeRig) -> None:
+    # What passes before is in none of the engine's times, and taking it off them would hide as
+    # much of the transfer.
+    handle = types_pb2.KvHandle(handle_id="h1", holder_address="127.0.0.1:1")
+    claim = rig.importer.claim("r", RemoteKv(handle, awaits_first_token=True))
+    assert claim.overlap_s(since=3.0) == 0
+
+    claim.first_token_at = 5.0
+
+    assert claim.overlap_s(since=3.0) == 2.0
+    assert claim.overlap_s(since=5.5) == 0
+    assert claim.overlap_s(since=None) == 0
 
 
 async def test_clock_that_is_ahead_does_not_make_the_transfer_vanish(
