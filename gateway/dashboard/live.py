@@ -1,11 +1,11 @@
 """The mesh now, as JSON: what the page and `pdmesh top` draw."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.core import Core
-from gateway.dashboard.recent import WINDOW_S, summarize
+from gateway.dashboard.recent import WINDOW_S, mean_stages_ms, summarize
 from gateway.finished import FinishedRequest
 from mesh.v1 import scheduler_pb2
 
@@ -13,6 +13,7 @@ from mesh.v1 import scheduler_pb2
 def live(core: Core) -> dict[str, Any]:
     """Everything that changes by the second."""
     requests = core.recent.window()
+    summary = summarize(requests)
     state = core.health.state
     health = core.health.report()
     return {
@@ -23,21 +24,26 @@ def live(core: Core) -> dict[str, Any]:
         "streams": core.in_flight.num_requests,
         "queued": state.num_waiting,
         "placements": state.num_placements,
-        **summarize(requests),
+        **summary,
+        "mean_stages_ms": mean_stages_ms(requests),
         "series": core.recent.series(),
-        "workers": [_worker(worker, requests) for worker in state.workers],
+        "workers": [_worker(worker, requests, summary) for worker in state.workers],
     }
 
 
 def _worker(
-    worker: scheduler_pb2.WorkerState, requests: Sequence[FinishedRequest]
+    worker: scheduler_pb2.WorkerState,
+    requests: Sequence[FinishedRequest],
+    summary: Mapping[str, Any],
 ) -> dict[str, Any]:
+    """`summary` is that of all requests."""
     load = worker.load
     queries = load.num_prefix_cache_queries
     served = [
         one for one in requests if worker.worker_id in (one.decode_worker_id, one.prefill_worker_id)
     ]
-    summary = summarize(served)
+    # A page asks every second: where one worker has served them all, they are gone through once.
+    summary = summary if len(served) == len(requests) else summarize(served)
     is_decode = worker.role == "decode"
     return {
         "worker_id": worker.worker_id,

@@ -98,7 +98,7 @@ class RecentRequests:
 
 
 def summarize(requests: Sequence[FinishedRequest]) -> dict[str, Any]:
-    """Percentiles, rates and where the time went, over some requests."""
+    """Percentiles and rates over some requests."""
     served = [one for one in requests if one.error is None]
     num_prompt_tokens = sum(one.prompt_tokens for one in served)
     num_cached_tokens = sum(one.cached_tokens or 0 for one in served)
@@ -116,7 +116,6 @@ def summarize(requests: Sequence[FinishedRequest]) -> dict[str, Any]:
         "kv_transfer_gb_per_s": (
             sum(one.kv_transfer_bytes for one in moved) / moved_ms / 1e6 if moved_ms else None
         ),
-        "mean_stages_ms": _mean_stages(served),
     }
 
 
@@ -135,9 +134,11 @@ def _transfer_ms(finished: FinishedRequest) -> float:
     return finished.named_stages_ms.get("kv_transfer", 0.0)
 
 
-def _mean_stages(requests: Sequence[FinishedRequest]) -> dict[str, float]:
+def mean_stages_ms(requests: Sequence[FinishedRequest]) -> dict[str, float]:
+    """Where the time went, over those that were served."""
+    served = [one for one in requests if one.error is None]
     sums: dict[str, float] = {}
-    for finished in requests:
+    for finished in served:
         for name, duration_ms in finished.named_stages_ms.items():
             sums[name] = sums.get(name, 0.0) + duration_ms
-    return {name: round(total / len(requests), 3) for name, total in sums.items()}
+    return {name: round(total / len(served), 3) for name, total in sums.items()}
