@@ -152,10 +152,11 @@ class KvClaim:
             self._importer.engine.remote_kv_failed(self._request_id)
 
     def overlap_s(self, since: float | None) -> float:
-        """For how long the prompt was still being computed, `since` the engine's clock began."""
-        if self.first_token_at is None or since is None:
+        """For how long the prompt was still being computed, `since` the engine's clock began; None:
+        the engine never had the request, and it counts from the claim."""
+        if self.first_token_at is None:
             return 0.0
-        return max(0.0, self.first_token_at - since)
+        return max(0.0, self.first_token_at - (self._started_at if since is None else since))
 
     def covers(self, num_tokens: int) -> bool:
         """Whether the handle has the KV of so many tokens, in a form that fits here."""

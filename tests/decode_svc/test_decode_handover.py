@@ -274,7 +274,22 @@ async def test_overlap_counts_from_when_the_engine_has_the_request(rig: DecodeRi
 
     assert claim.overlap_s(since=3.0) == 2.0
     assert claim.overlap_s(since=5.5) == 0
-    assert claim.overlap_s(since=None) == 0
+
+
+async def test_time_before_the_first_token_is_not_lost_to_kv_that_does_not_fit(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    # OB-01: the engine hears of the request only when there is a token to go on from.
+    events = aiter(stub.Decode(early_request(rig, layout_fingerprint="other"), timeout=5))
+    await asyncio.sleep(0.3)
+    computed(rig, first_token_id=9)
+    run = await engine.next_run()
+    run.finish(1, timings=RequestTimings(prefill_s=0.02, decode_s=0.01))
+
+    last = [event async for event in events][-1]
+
+    stages = {timing.stage: timing.duration_ms for timing in last.finished.timings}
+    assert stages.get(types_pb2.STAGE_KV_TRANSFER, 0.0) <= 50
 
 
 async def test_clock_that_is_ahead_does_not_make_the_transfer_vanish(

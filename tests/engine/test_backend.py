@@ -105,7 +105,12 @@ def test_levels_give_the_same_logits(folder: Path) -> None:
         )
         loaded = load_model(config, ModelConfig.from_folder(folder), 64)
         batch = build_batch([SequenceSlice([3, 4, 5, 6, 7], 0, [0])], config.block_size)
-        return loaded.model.forward(batch, KvCache(loaded.layout, 8)).copy()
+        cache = KvCache(loaded.layout, 8)
+        try:
+            return loaded.model.forward(batch, cache).copy()
+        finally:
+            loaded.model.close()
+            cache.close()
 
     library = load_library()
     assert library is not None
