@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from mesh import model_store
 
@@ -13,6 +14,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # As in `pdmesh up`, and before a channel is opened: gRPC's fork handlers lock up a child that is
 # forked, on its way to another program, while a channel of an earlier test lives.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+
+# A machine that stands still for a moment says nothing of the test that it happens to.
+settings.register_profile("pdmesh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("pdmesh")
 
 
 @pytest.fixture(scope="session")

@@ -33,11 +33,13 @@ def running_valkey(port: int | None = None) -> Iterator[ValkeyServer]:
 
 
 class RedisProxy:
-    """A TCP proxy that can delay replies, swallow everything, or cut connections."""
+    """A TCP proxy that can delay or keep replies, swallow everything, or cut connections."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self.reply_delay_s = 0.0
+        self.may_reply = asyncio.Event()
+        self.may_reply.set()
         self.is_black_hole = False
         self.num_connections = 0
         self._server: asyncio.Server | None = None
@@ -96,8 +98,9 @@ class RedisProxy:
             while data := await reader.read(65536):
                 if self.is_black_hole or writer in self._dead:
                     continue
-                if is_reply and self.reply_delay_s:
+                if is_reply:
                     await asyncio.sleep(self.reply_delay_s)
+                    await self.may_reply.wait()
                 writer.write(data)
                 await writer.drain()
         finally:

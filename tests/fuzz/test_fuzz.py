@@ -12,13 +12,13 @@ from tests.fuzz.targets import check_body, check_stream
 SEEDS = sorted((Path(__file__).parent / "seeds").glob("*.json"))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(body=ANY_BODY)
 def test_any_body_is_served_or_refused_in_words(body: bytes) -> None:
     check_body(body)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(payloads=PAYLOADS, cuts=CUTS)
 def test_any_stream_is_read_alike_by_all_clients(payloads: list[Any], cuts: list[int]) -> None:
     check_stream(payloads, cuts)

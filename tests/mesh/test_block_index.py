@@ -14,7 +14,7 @@ MODEL = "smollm2-135m-instruct"
 
 @pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[MeshRedis]:
-    client = connect_redis(redis_url)
+    client = connect_redis(redis_url, timeout_s=20)
     yield client
     await client.aclose()
 
@@ -59,8 +59,7 @@ async def test_unknown_and_empty_chains_have_no_holders(client: MeshRedis) -> No
 
 @settings(
     max_examples=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     holdings=st.dictionaries(
@@ -72,7 +71,7 @@ def test_longest_prefix_agrees_with_counting_by_hand(
     redis_url: str, holdings: dict[str, set[int]], chain: list[int]
 ) -> None:
     async def find() -> dict[str, PrefixHit]:
-        client = connect_redis(redis_url)
+        client = connect_redis(redis_url, timeout_s=20)
         await client.flushall()
         index = BlockIndex(client)
         for worker_id, held in holdings.items():

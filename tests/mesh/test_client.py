@@ -12,6 +12,7 @@ import pytest
 from mesh.client import Channels, connect, mesh_errors, remaining_s
 from mesh.errors import DeadlineExceeded, MessageTooLarge, WorkerUnavailable
 from mesh.server import MeshServer
+from tests.loop_clock import LoopClock
 from tests.mesh.echo import NAME, EchoStub, add_echo, connect_locally, serving
 
 MIB = 1024 * 1024
@@ -84,10 +85,10 @@ async def test_the_deadline_shrinks_from_hop_to_hop() -> None:
         return b""
 
     async with serving(UnaryUnary=last) as next_hop, serving(UnaryUnary=relay) as stub:
-        await stub.unary_unary(b"", timeout=5)
+        await stub.unary_unary(b"", timeout=50)
 
-    assert 5 >= seen[0] >= seen[1] + 0.1
-    assert seen[1] > 4
+    assert 50 >= seen[0] >= seen[1] + 0.1
+    assert seen[1] > 40
 
 
 @pytest.mark.usefixtures("transport")
@@ -116,10 +117,12 @@ async def test_a_silent_server_costs_the_deadline_and_no_more() -> None:
 
     async with serving(UnaryUnary=hang) as stub:
         started = time.monotonic()
-        with pytest.raises(DeadlineExceeded), mesh_errors():
-            await stub.unary_unary(b"", timeout=0.2)
+        async with LoopClock() as clock:
+            with pytest.raises(DeadlineExceeded), mesh_errors():
+                await stub.unary_unary(b"", timeout=0.2)
 
-    assert 0.15 < time.monotonic() - started < 1
+    assert time.monotonic() - started > 0.15
+    assert clock.now_s < 1
 
 
 FROZEN = """
@@ -159,9 +162,10 @@ async def test_a_frozen_server_is_noticed_within_seconds_without_a_deadline(
 
     process.send_signal(signal.SIGSTOP)
 
-    async with asyncio.timeout(8):
+    async with LoopClock() as clock:
         with pytest.raises(WorkerUnavailable), mesh_errors():
             await call.read()
+    assert clock.now_s < 8
     process.kill()
     await process.wait()
     await channel.close()
@@ -316,5 +320,5 @@ async def test_cancelling_the_caller_cancels_the_call_and_stays_a_cancellation()
 
         with pytest.raises(asyncio.CancelledError):
             await calling
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(20):
             await is_aborted.wait()

@@ -172,7 +172,7 @@ async def test_a_drain_goes_on_when_its_caller_hangs_up() -> None:
     fleet, processes = fleet_of("decode-0", "decode-1", can_end=False)
     async with on_the_wire(fleet) as stub:
         call = stub.DrainWorker(supervisor_pb2.DrainWorkerRequest(worker_id="decode-0"))
-        await asyncio.wait_for(processes.ending.wait(), 5)
+        await asyncio.wait_for(processes.ending.wait(), 20)
         call.cancel()
         processes.may_end.set()
 

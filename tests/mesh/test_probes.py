@@ -10,17 +10,17 @@ async def test_a_service_is_alive_unless_it_is_stuck() -> None:
     server = MeshServer()
     address = await server.start()
     try:
-        assert await grpc_alive(address)
+        assert await grpc_alive(address, timeout_s=20)
 
         await server.set_serving(False)
-        assert await grpc_health(address) == "NOT_SERVING"
-        assert not await grpc_alive(address)
+        assert await grpc_health(address, timeout_s=20) == "NOT_SERVING"
+        assert not await grpc_alive(address, timeout_s=20)
 
         await server.set_serving(True)
-        assert await grpc_alive(address)
+        assert await grpc_alive(address, timeout_s=20)
     finally:
         await server.stop(0)
-    assert not await grpc_alive(address)
+    assert not await grpc_alive(address, timeout_s=20)
 
 
 async def test_a_service_that_drains_is_alive() -> None:
@@ -29,8 +29,8 @@ async def test_a_service_that_drains_is_alive() -> None:
     try:
         await server.enter_drain()
 
-        assert await grpc_health(address) == "NOT_SERVING"
-        assert await grpc_alive(address)
+        assert await grpc_health(address, timeout_s=20) == "NOT_SERVING"
+        assert await grpc_alive(address, timeout_s=20)
     finally:
         await server.stop(0)
 

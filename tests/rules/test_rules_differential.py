@@ -151,7 +151,6 @@ def _told(answer: Answer, sent: list[Header]) -> tuple[object, ...]:
 
 @settings(
     max_examples=500,
-    deadline=None,
     derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),

@@ -14,7 +14,7 @@ from mesh.errors import InvalidRequest
 from tests.rules.bodies import BODIES, VALUES, broken_bodies
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.one_of(BODIES, broken_bodies(), st.binary(max_size=20)))
 @example(b'{"a":"\\ud800\\udc00 \\\\ud800"}')
 @example(b'{"a":"\\ud800\\ud800\\udc00"}')
@@ -74,7 +74,7 @@ def test_longest_integer_is_the_one_that_python_takes() -> None:
     assert sys.int_info.default_max_str_digits == MAX_INTEGER_DIGITS
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(VALUES)
 def test_a_value_ends_where_its_text_ends(value: str) -> None:
     text = f"[{value} ,".encode()
@@ -82,7 +82,7 @@ def test_a_value_ends_where_its_text_ends(value: str) -> None:
     assert skip_value(text, outline(text), 1) == 1 + len(value.encode())
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(BODIES)
 def test_opened_body_renders_as_it_was(body: bytes) -> None:
     document = Document(body)
@@ -92,7 +92,7 @@ def test_opened_body_renders_as_it_was(body: bytes) -> None:
     assert document.render() == body
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(BODIES, st.data())
 def test_edits_leave_every_other_member_as_it_was(body: bytes, data: st.DataObject) -> None:
     document = Document(body)

@@ -39,7 +39,7 @@ def told(rules: str, body: str, **about: Any) -> str:
     return actions_header(run(rules, body, **about).actions)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(BODIES, st.sampled_from(sorted(UNCONDITIONAL)))
 def test_edits_mean_what_they_mean_on_decoded_json(body: bytes, name: str) -> None:
     rules = UNCONDITIONAL[name]
@@ -53,7 +53,7 @@ def test_edits_mean_what_they_mean_on_decoded_json(body: bytes, name: str) -> No
 
 # GW-04
 @given(BODIES)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_body_that_no_rule_touches_is_the_same_object(body: bytes) -> None:
     assert run("rules: [{when: {model: nobody}, force: {n: 1}}]", body).body is body
     assert run(RuleSet(), body).body is body
