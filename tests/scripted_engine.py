@@ -107,11 +107,11 @@ class ScriptedEngineLoop:
         self.stats = EngineStats(*range(1, 13))
 
     async def next_run(self) -> ScriptedRun:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return await self.runs.get()
 
     async def next_kv_answer(self) -> tuple[str, bool]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return await self.kv_answers.get()
 
     async def generate(self, request: Request) -> AsyncGenerator[EngineEvent, None]:

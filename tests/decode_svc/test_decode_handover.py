@@ -2,46 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 
 from decode_svc.kv_holder import RemoteKv
-from decode_svc.kv_import import KvImportLimits
 from engine.request import RequestTimings
 from mesh.errors import KvLeaseExpired, KvTransferFailed, from_rpc_error
 from mesh.v1 import decode_pb2, prefill_pb2, types_pb2
+from tests.decode_svc.decode_calls import Stub, gives_up_soon
 from tests.scripted_engine import ScriptedEngineLoop
-from tests.worker_wire import DecodeRig, decode_request, decode_stub, wait_until
-
-if TYPE_CHECKING:
-    from mesh.v1.decode_pb2_grpc import DecodeServiceAsyncStub as Stub
-else:
-    Stub = Any
+from tests.worker_wire import DecodeRig, decode_request, wait_until
 
 # Three blocks of four, the last one partly filled.
 PROMPT = [*range(5, 15)]
-
-
-@pytest.fixture
-async def rig() -> DecodeRig:
-    limits = KvImportLimits(pull_timeout_s=0.3, release_timeout_s=0.3)
-    return DecodeRig(ScriptedEngineLoop(), limits)
-
-
-@pytest.fixture
-def engine(rig: DecodeRig) -> ScriptedEngineLoop:
-    engine = rig.importer.engine
-    assert isinstance(engine, ScriptedEngineLoop)
-    return engine
-
-
-@pytest.fixture
-async def stub(rig: DecodeRig) -> AsyncIterator[Stub]:
-    async with decode_stub(rig) as stub:
-        yield stub
 
 
 def early_request(rig: DecodeRig, layout_fingerprint: str = "f1") -> decode_pb2.DecodeRequest:
@@ -60,7 +34,7 @@ def computed(rig: DecodeRig, first_token_id: int) -> None:
 
 async def next_pull(rig: DecodeRig) -> tuple[list[int], list[int], list[int]]:
     """Source blocks, their generations, destination blocks."""
-    pull = await asyncio.wait_for(rig.agent.pulls.get(), 5)
+    pull = await asyncio.wait_for(rig.agent.pulls.get(), 20)
     assert pull.source_address == rig.agent_server.address
     assert pull.follows
     return (
@@ -74,7 +48,7 @@ async def test_one_pull_follows_the_prefill_and_brings_its_token(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
     rig.agent.may_finish.clear()
-    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    events = aiter(stub.Decode(early_request(rig), timeout=20))
     run = await engine.next_run()
     assert (run.request.remote_kv, run.request.remote_token) == (True, True)
     run.want_remote_kv(0, 3, 4, 5)
@@ -100,13 +74,13 @@ async def test_token_that_comes_first_waits_for_the_blocks(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
     rig.agent.may_finish.clear()
-    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    events = aiter(stub.Decode(early_request(rig), timeout=20))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
     await next_pull(rig)
 
     computed(rig, first_token_id=9)
-    await asyncio.sleep(0.1)  # shorter than the pull's timeout
+    await asyncio.sleep(0.1)
     assert engine.kv_answers.empty()
     rig.agent.may_finish.set()
 
@@ -116,11 +90,12 @@ async def test_token_that_comes_first_waits_for_the_blocks(
     assert [event async for event in events]
 
 
+@gives_up_soon
 async def test_long_prefill_is_no_reason_to_give_up_a_pull(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
     rig.agent.may_finish.clear()
-    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    events = aiter(stub.Decode(early_request(rig), timeout=20))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
     await next_pull(rig)
@@ -138,7 +113,7 @@ async def test_long_prefill_is_no_reason_to_give_up_a_pull(
 async def test_blocks_that_are_here_are_left_out(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
-    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    events = aiter(stub.Decode(early_request(rig), timeout=20))
     run = await engine.next_run()
     run.want_remote_kv(1, 4, 5)
 
@@ -154,7 +129,7 @@ async def test_prefill_that_fails_fails_the_call_before_any_token(
 ) -> None:
     # KV-20
     rig.agent.may_finish.clear()
-    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    events = aiter(stub.Decode(early_request(rig), timeout=20))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
     await next_pull(rig)
@@ -170,7 +145,7 @@ async def test_prefill_that_fails_fails_the_call_before_any_token(
     assert engine.kv_answers.empty()
     rig.agent.may_finish.set()
     assert await engine.next_kv_answer() == (run.request.request_id, False)
-    await asyncio.wait_for(run.closed.wait(), 5)
+    await asyncio.wait_for(run.closed.wait(), 20)
 
 
 async def test_pull_that_fails_waits_for_the_token_and_computes_here(
@@ -178,7 +153,7 @@ async def test_pull_that_fails_waits_for_the_token_and_computes_here(
 ) -> None:
     # KV-19
     rig.agent.error = KvTransferFailed("engine e-prefill is not attached here")
-    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    events = aiter(stub.Decode(early_request(rig), timeout=20))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
     await next_pull(rig)
@@ -195,7 +170,7 @@ async def test_handle_that_does_not_fit_is_followed_for_its_token_only(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
     # KV-25
-    events = aiter(stub.Decode(early_request(rig, "f2"), timeout=5))
+    events = aiter(stub.Decode(early_request(rig, "f2"), timeout=20))
     computed(rig, first_token_id=9)
 
     run = await engine.next_run()
@@ -207,12 +182,13 @@ async def test_handle_that_does_not_fit_is_followed_for_its_token_only(
     assert rig.agent.pulls.empty()
 
 
+@gives_up_soon
 async def test_frozen_agent_costs_its_timeout_and_no_token(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
     # KV-21
     rig.agent.may_finish.clear()
-    events = aiter(stub.Decode(early_request(rig), timeout=10))
+    events = aiter(stub.Decode(early_request(rig), timeout=20))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
     computed(rig, first_token_id=9)
@@ -230,22 +206,22 @@ async def test_caller_that_leaves_ends_the_following(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
     # KV-16
-    call = stub.Decode(early_request(rig), timeout=5)
+    call = stub.Decode(early_request(rig), timeout=20)
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
-    await asyncio.wait_for(rig.holder.followed.get(), 5)
+    await asyncio.wait_for(rig.holder.followed.get(), 20)
 
     call.cancel()
 
     assert await engine.next_kv_answer() == (run.request.request_id, False)
-    await asyncio.wait_for(run.closed.wait(), 5)
+    await asyncio.wait_for(run.closed.wait(), 20)
 
 
 async def test_time_before_the_first_token_is_not_decodes(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
     # OB-01
-    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    events = aiter(stub.Decode(early_request(rig), timeout=20))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
     await next_pull(rig)
@@ -280,7 +256,7 @@ async def test_time_before_the_first_token_is_not_lost_to_kv_that_does_not_fit(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
     # OB-01: the engine hears of the request only when there is a token to go on from.
-    events = aiter(stub.Decode(early_request(rig, layout_fingerprint="other"), timeout=5))
+    events = aiter(stub.Decode(early_request(rig, layout_fingerprint="other"), timeout=20))
     await asyncio.sleep(0.3)
     computed(rig, first_token_id=9)
     run = await engine.next_run()
@@ -296,7 +272,7 @@ async def test_clock_that_is_ahead_does_not_make_the_transfer_vanish(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
     rig.agent.may_finish.clear()
-    events = aiter(stub.Decode(early_request(rig), timeout=5))
+    events = aiter(stub.Decode(early_request(rig), timeout=20))
     run = await engine.next_run()
     run.want_remote_kv(0, 3, 4, 5)
     await next_pull(rig)

@@ -181,7 +181,7 @@ async def test_blocks_go_to_disk_by_themselves(
 
     await store(agent, keys_of(*range(5)), [0, 1, 2, 3, 4])
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while len(disk) < 5:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     [path] = files_in(tmp_path)
@@ -314,10 +314,10 @@ async def test_load_does_not_wait_behind_what_is_stored(
     monkeypatch.setattr(cold_tiers, "_copy", slow_copy)
     storing = [asyncio.create_task(store(agent, keys_of(name), [1])) for name in range(4)]
     for _ in range(2):
-        await asyncio.to_thread(begun.acquire, timeout=5)
+        await asyncio.to_thread(begun.acquire, timeout=20)
 
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             assert await load(agent, keys_of("here")) == Loaded(1, 0)
     finally:
         may_go_on.set()
@@ -341,7 +341,7 @@ async def test_files_used_last_are_read_ahead_after_a_restart(
     again = await start(host_memory_bytes=2 * 10_000, disk=DiskStore(tmp_path, GB))
 
     for key in keys_of(0, 2):
-        assert await asyncio.to_thread(ahead.get, timeout=5) == (key,)
+        assert await asyncio.to_thread(ahead.get, timeout=20) == (key,)
     await again.stop()
     assert ahead.empty()
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import mmap
+import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -15,7 +17,7 @@ from engine.block_marks import BlockMarks
 from kv_transfer_svc.pulls import Moved, Pull
 from kv_transfer_svc.segments import Segment, SegmentSpec
 from kv_transfer_svc.tls import TlsFiles
-from kv_transfer_svc.transports import block_wire
+from kv_transfer_svc.transports import block_server, block_wire
 from mesh.errors import InvalidRequest, KvTransferFailed
 from tests.transfer_agents import RunningAgent, start_agent
 from tests.worker_wire import wait_until
@@ -88,7 +90,7 @@ class Rig:
         return asyncio.create_task(self.agent.pull(replace(pull, **changes)))  # type: ignore[arg-type]
 
     async def until_moved(self, num_blocks: int) -> None:
-        await wait_until(lambda: self.agent.num_bytes == num_blocks * BLOCK_BYTES, timeout_s=5)
+        await wait_until(lambda: self.agent.num_bytes == num_blocks * BLOCK_BYTES)
 
     def leave(self) -> None:
         self.attachment.__exit__(None, None, None)
@@ -125,7 +127,7 @@ async def test_blocks_are_copied_as_they_are_filled_and_the_token_ends_it(rig: R
     await asyncio.sleep(0.05)
     assert not pulling.done()
     rig.source.fill(7, next_token_id=0)
-    moved = await asyncio.wait_for(pulling, 5)
+    moved = await asyncio.wait_for(pulling, 20)
 
     assert (moved.num_bytes, moved.next_token_id) == (3 * BLOCK_BYTES, 0)
     assert rig.destination.block(5) == rig.source.block(3)
@@ -136,7 +138,7 @@ async def test_blocks_are_copied_as_they_are_filled_and_the_token_ends_it(rig: R
 async def test_what_was_filled_before_is_not_waited_for(rig: Rig) -> None:
     rig.source.fill(2, 3, 7, next_token_id=41)
 
-    moved = await asyncio.wait_for(rig.start(), 5)
+    moved = await asyncio.wait_for(rig.start(), 20)
 
     assert moved.next_token_id == 41
     assert rig.destination.block(4) == rig.source.block(7)
@@ -152,7 +154,7 @@ async def test_block_that_is_used_for_something_else_ends_the_pull(rig: Rig) -> 
     rig.source.fill(7, next_token_id=5)
 
     with pytest.raises(KvTransferFailed, match="reused 1 of the blocks"):
-        await asyncio.wait_for(pulling, 5)
+        await asyncio.wait_for(pulling, 20)
 
 
 async def test_engine_that_leaves_ends_the_pull(rig: Rig) -> None:
@@ -164,8 +166,8 @@ async def test_engine_that_leaves_ends_the_pull(rig: Rig) -> None:
     rig.leave()
 
     with pytest.raises(KvTransferFailed, match="has left"):
-        await asyncio.wait_for(pulling, 5)
-    await wait_until(lambda: not rig.segment.is_mapped, timeout_s=5)
+        await asyncio.wait_for(pulling, 20)
+    await wait_until(lambda: not rig.segment.is_mapped)
 
 
 async def test_cancelled_pull_ends_and_is_asked_for_by_its_id(rig: Rig) -> None:
@@ -180,7 +182,7 @@ async def test_cancelled_pull_ends_and_is_asked_for_by_its_id(rig: Rig) -> None:
     assert rig.agent.num_active_pulls("r2") == 1
     assert given_up.done()
     rig.source.fill(2, 3, 7, next_token_id=5)
-    assert (await asyncio.wait_for(other, 5)).next_token_id == 5
+    assert (await asyncio.wait_for(other, 20)).next_token_id == 5
 
 
 async def test_pulls_that_wait_keep_no_other_waiting(rig: Rig) -> None:
@@ -189,7 +191,7 @@ async def test_pulls_that_wait_keep_no_other_waiting(rig: Rig) -> None:
 
     plain = rig.start("plain", follows=False)
 
-    assert (await asyncio.wait_for(plain, 5)).num_bytes == 3 * BLOCK_BYTES
+    assert (await asyncio.wait_for(plain, 20)).num_bytes == 3 * BLOCK_BYTES
     assert not any(pull.done() for pull in following)
     rig.source.fill(2, 3, 7, next_token_id=5)
     await asyncio.wait_for(asyncio.gather(*following), 10)
@@ -207,33 +209,50 @@ async def test_pull_that_cannot_follow_is_refused(rig: Rig) -> None:
         await rig.start()
 
 
-async def test_prefill_that_takes_longer_than_a_stall_is_waited_for(tmp_path: Path) -> None:
+async def test_prefill_that_takes_longer_than_a_stall_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # KV-19: the other agent says that it waits.
-    async with machines_with(tmp_path, stall_timeout_s=0.3) as rig:
+    monkeypatch.setattr(block_server, "_SIGNS_OF_LIFE", 20)
+    async with machines_with(tmp_path, stall_timeout_s=1.5) as rig:
         pulling = rig.start()
         rig.source.fill(2)
         await rig.until_moved(1)
 
-        done, _ = await asyncio.wait([pulling], timeout=1)
+        done, _ = await asyncio.wait([pulling], timeout=2)
 
         assert not done
         rig.source.fill(3, 7, next_token_id=5)
-        assert (await asyncio.wait_for(pulling, 5)).next_token_id == 5
+        assert (await asyncio.wait_for(pulling, 20)).next_token_id == 5
 
 
-async def test_blocks_are_followed_over_tls(tmp_path: Path, tls_files: TlsFiles) -> None:
-    async with machines_with(tmp_path, stall_timeout_s=0.5, tls=tls_files) as rig:
-        for token_id in (41, 42):
-            pulling = rig.start()
+async def test_blocks_are_followed_over_tls(
+    tmp_path: Path, tls_files: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_said_that_it_waits = threading.Event()
+    send_waiting = block_wire.send_waiting
+
+    def send(connection: socket.socket) -> None:
+        send_waiting(connection)
+        has_said_that_it_waits.set()
+
+    monkeypatch.setattr(block_wire, "send_waiting", send)
+    monkeypatch.setattr(block_server, "_SIGNS_OF_LIFE", 600)
+    async with machines_with(tmp_path, stall_timeout_s=60, tls=tls_files) as rig:
+        for generation in (1, 2):
+            pulling = rig.start(source_generations=[generation] * 3)
             rig.source.fill(2)
-            # Long enough for the other agent to say that it waits.
-            await asyncio.wait([pulling], timeout=0.4)
-            rig.source.fill(3, 7, next_token_id=token_id)
+            has_said_that_it_waits.clear()
+            assert await asyncio.to_thread(has_said_that_it_waits.wait, 20)
+            rig.source.fill(3, 7, next_token_id=generation)
 
-            await asyncio.wait_for(pulling, 5)
+            moved = await asyncio.wait_for(pulling, 20)
 
+            assert moved.next_token_id == generation
             assert rig.destination.block(5) == rig.source.block(3)
             assert rig.destination.block(4) == rig.source.block(7)
+            for block_id in SOURCE_IDS:
+                rig.source.reuse(block_id)
 
 
 async def test_agent_that_falls_silent_while_it_is_followed_ends_the_pull(
@@ -246,7 +265,7 @@ async def test_agent_that_falls_silent_while_it_is_followed_ends_the_pull(
         rig.source.fill(2)
 
         with pytest.raises(KvTransferFailed, match="timed out"):
-            await asyncio.wait_for(pulling, 5)
+            await asyncio.wait_for(pulling, 20)
 
 
 async def test_agent_lets_go_of_blocks_that_nobody_waits_for_any_more(rig: Rig) -> None:
@@ -259,15 +278,15 @@ async def test_agent_lets_go_of_blocks_that_nobody_waits_for_any_more(rig: Rig) 
     await asyncio.wait([pulling])
     rig.leave()
 
-    await wait_until(lambda: not rig.segment.is_mapped, timeout_s=5)
+    await wait_until(lambda: not rig.segment.is_mapped)
 
 
 async def test_next_read_takes_the_connection_of_one_that_followed(tmp_path: Path) -> None:
     async with machines_with(tmp_path) as rig:
         for token_id in (1, 2):
             rig.source.fill(2, 3, 7, next_token_id=token_id)
-            assert (await asyncio.wait_for(rig.start(), 5)).next_token_id == token_id
-        await asyncio.wait_for(rig.start("plain", follows=False), 5)
+            assert (await asyncio.wait_for(rig.start(), 20)).next_token_id == token_id
+        await asyncio.wait_for(rig.start("plain", follows=False), 20)
 
         network = rig.there.agent.network
         assert network is not None
@@ -279,7 +298,7 @@ async def test_destination_is_told_by_its_own_marks(rig: Rig) -> None:
     rig.source.fill(2, 3, 7, next_token_id=41)
     assert marks.token_after(DESTINATION_IDS) is None
 
-    await asyncio.wait_for(rig.start(), 5)
+    await asyncio.wait_for(rig.start(), 20)
 
     assert marks.token_after(DESTINATION_IDS) == 41
     assert marks.bell.count == 1

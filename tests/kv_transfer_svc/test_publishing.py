@@ -41,7 +41,7 @@ class PaperIndex:
         self.shelves.pop((model, worker_id, incarnation, tier), None)
 
     async def until(self, shelf: tuple[str, str, str, Tier], keys: set[bytes]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while self.shelves.get(shelf) != keys:
                 self.changed.clear()
                 await self.changed.wait()

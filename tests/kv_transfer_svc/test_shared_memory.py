@@ -32,7 +32,10 @@ def pair(make_segment: MakeSegment) -> Iterator[tuple[Segment, Segment]]:
         )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=50,
+)
 @given(data=st.data())
 def test_named_blocks_arrive_and_no_others_change(
     pair: tuple[Segment, Segment], data: st.DataObject

@@ -139,7 +139,7 @@ async def test_source_agent_killed_in_the_middle_of_a_read(
     stopping = asyncio.create_task(pair.source_agent.stop())
     reads.may_go_on.set()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert (await running).token_ids == expected
     await stopping
     await pair.wait_until_free()
@@ -159,7 +159,7 @@ async def test_own_agent_killed_in_the_middle_of_a_pull(
     stopping = asyncio.create_task(pair.agent.stop())
     reads.may_go_on.set()
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         assert (await running).token_ids == expected
     await stopping
     await pair.wait_until_free()
@@ -326,7 +326,6 @@ async def test_storm_of_aborts_leaves_every_block_free(
             and load.num_leases == 0
             for worker in (pair.producer, pair.consumer)
         ),
-        timeout_s=5,
     )
     assert pair.agent.agent.stats.num_active_pulls == 0
     prompt = make_prompt(NUM_TOKENS)

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from mesh.errors import KvTransferFailed, WorkerUnavailable
+from mesh.telemetry import Stopwatch
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
 from tests.kvplane.machines import (
     BLOCK_SIZE,
@@ -43,7 +44,7 @@ async def test_overlapped_equals_local_token_for_token(
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         assert answer.kv_transfer_bytes == num_blocks * pair.consumer.block_bytes
         # The blocks' bell is heard before the agent has counted them.
-        await wait_until(lambda before=num_pulls: agent.stats.num_pulls > before, timeout_s=5)  # type: ignore[misc]
+        await wait_until(lambda before=num_pulls: agent.stats.num_pulls > before)  # type: ignore[misc]
     # One that is computed before anybody looks is handed over whole.
     assert num_early > 0
     await pair.wait_until_free()
@@ -61,7 +62,7 @@ async def test_blocks_move_before_the_prompt_is_computed(
     for num_chunks in (1, 2, 3, 4):
         gated.steps.release()
         computed = num_chunks * CHUNK // BLOCK_SIZE * pair.consumer.block_bytes
-        await wait_until(lambda expected=computed: agent.num_bytes == expected, timeout_s=5)  # type: ignore[misc]
+        await wait_until(lambda expected=computed: agent.num_bytes == expected)  # type: ignore[misc]
     assert handover.answer.token_ids == []
     gated.steps.release()
     answer = await running
@@ -91,18 +92,22 @@ async def test_time_before_the_first_token_is_not_charged_to_the_transfer(
     pair = await machines.start_pair(1)
     gated = gate(pair.producer)
     handover = Handover(pair.producer, pair.consumer, make_prompt(40), GREEDY)
+    whole = Stopwatch()
     running = asyncio.create_task(handover.run())
     gated.steps.release()
-    await wait_until(lambda: pair.agent.agent.num_bytes > 0, timeout_s=5)
+    await wait_until(lambda: pair.agent.agent.num_bytes > 0)
+    waited = Stopwatch()
     await asyncio.sleep(0.5)  # what a slow prefill takes
+    waited_ms = waited.elapsed_ms
     gated.steps.release(2)
     await running
+    others_ms = whole.elapsed_ms - waited_ms
 
     stages = handover.stages_ms
     charged_ms = sum(
         stages.get(stage, 0) for stage in (types_pb2.STAGE_KV_TRANSFER, types_pb2.STAGE_DECODE_WAIT)
     )
-    assert charged_ms < 400
+    assert charged_ms <= others_ms + 50
 
 
 async def test_prefill_that_is_cancelled_leaves_no_tokens_and_no_blocks(
@@ -123,12 +128,12 @@ async def test_prefill_that_is_cancelled_leaves_no_tokens_and_no_blocks(
     response = await anext(aiter(call))
     handover.handle = response.progress.kv_handle
     decoding = asyncio.create_task(handover._decode([], awaits_first_token=True))
-    await wait_until(lambda: pair.agent.agent.num_bytes > 0, timeout_s=5)
+    await wait_until(lambda: pair.agent.agent.num_bytes > 0)
 
     call.cancel()
 
     # Told while the step goes on: let through before, the prefill could be quicker than the news.
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         with pytest.raises(Exception, match="is over"):
             await decoding
     gated.steps.release(10)
@@ -158,7 +163,7 @@ async def test_prefill_worker_that_dies_is_noticed_at_once(
     running = [asyncio.create_task(handover.run()) for handover in handovers]
     # One chunk, so that none is computed to its end.
     gated.steps.release()
-    await wait_until(lambda: any(h.has_handle.is_set() for h in handovers), timeout_s=10)
+    await wait_until(lambda: any(h.has_handle.is_set() for h in handovers))
 
     stopping = asyncio.create_task(pair.producer.stop())
 
@@ -182,7 +187,7 @@ async def test_client_that_leaves_while_blocks_move_frees_both_sides(
     handover = Handover(pair.producer, pair.consumer, make_prompt(60), GREEDY)
     running = asyncio.create_task(handover.run())
     gated.steps.release(2)
-    await wait_until(lambda: pair.agent.agent.num_bytes > 0, timeout_s=5)
+    await wait_until(lambda: pair.agent.agent.num_bytes > 0)
 
     running.cancel()
     await asyncio.wait([running])
@@ -199,7 +204,7 @@ async def test_handle_given_back_early_ends_the_handover_and_not_the_prefill(
     handover = Handover(pair.producer, pair.consumer, make_prompt(60), GREEDY)
     running = asyncio.create_task(handover.run())
     gated.steps.release()
-    await wait_until(lambda: pair.agent.agent.stats.num_active_pulls == 1, timeout_s=10)
+    await wait_until(lambda: pair.agent.agent.stats.num_active_pulls == 1)
 
     await release(pair.producer, "r")
     await pair.consumer.wait_until_all_blocks_are_free()

@@ -44,7 +44,7 @@ async def num_cached(worker: RunningWorker, prompt: list[int], cache_salt: str =
 async def wait_until_stored(agent: RunningAgent, num_blocks: int) -> None:
     tiers = agent.agent.tiers
     assert tiers is not None
-    await wait_until(lambda: len(tiers.host) >= num_blocks, timeout_s=5)
+    await wait_until(lambda: len(tiers.host) >= num_blocks)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -159,7 +159,7 @@ async def test_damaged_file_is_computed_again(machines: Machines, tmp_path: Path
     assert agent.agent.tiers is not None
     disk = agent.agent.tiers.disk
     assert disk is not None
-    await wait_until(lambda: len(disk) >= NUM_FULL_BLOCKS, timeout_s=5)
+    await wait_until(lambda: len(disk) >= NUM_FULL_BLOCKS)
     await agent.agent.tiers.flush()
     for file in disk._files.values():
         data = bytearray(await asyncio.to_thread(file.path.read_bytes))

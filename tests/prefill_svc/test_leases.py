@@ -75,7 +75,7 @@ async def test_reaper_ends_a_lease_that_nobody_asks_for() -> None:
     async with LeaseTable(released.append, lease_s=0.02) as leases:
         leases.grant("h1")
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await leases.wait_until_empty()
 
     assert released == ["h1"]
@@ -132,4 +132,4 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 TestLeaseMachine = LeaseMachine.TestCase
-TestLeaseMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestLeaseMachine.settings = settings(max_examples=40, stateful_step_count=30)

@@ -19,7 +19,7 @@ async def test_filled_blocks_are_told_of_behind_what_the_event_loop_has_to_do() 
         await asyncio.sleep(0)
     assert told == []
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not told:  # noqa: ASYNC110 - the relay tells listeners only
             await asyncio.sleep(0.001)
     assert told == [FILLED]

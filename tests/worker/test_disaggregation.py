@@ -200,7 +200,7 @@ async def test_late_copy_never_reaches_blocks_of_another_request(mesh: WorkerMes
     mesh.transport.gate.clear()
     stub = decode_pb2_grpc.DecodeServiceStub(consumer.channel)
     call = stub.Decode(decode_request("aborted", make_prompt(20), [5], params, first.kv_handle))
-    await asyncio.wait_for(mesh.transport.arrived.wait(), 5)
+    await asyncio.wait_for(mesh.transport.arrived.wait(), 20)
 
     call.cancel()
     waiting = asyncio.create_task(decode(consumer, other, params))

@@ -96,7 +96,7 @@ class HostRig:
 
     async def health(self) -> int:
         stub: Any = health_pb2_grpc.HealthStub(self.channel)
-        response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
+        response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
         return int(response.status)
 
     def terminate(self) -> None:
@@ -120,7 +120,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def registry(valkey_server: ValkeyServer) -> AsyncIterator[WorkerRegistry]:
-    redis = connect_redis(f"{valkey_server.connection_url}/0")
+    redis = connect_redis(f"{valkey_server.connection_url}/0", timeout_s=20)
     yield WorkerRegistry(redis)
     await redis.aclose()
 
@@ -175,12 +175,19 @@ async def eventually(
 
 
 @pytest.fixture
+def stall_timeout_s() -> float:
+    """No step hangs, unless the test says so."""
+    return 60
+
+
+@pytest.fixture
 async def rig(
     registry: WorkerRegistry,
     valkey_server: ValkeyServer,
     tiny_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    stall_timeout_s: float,
 ) -> AsyncIterator[HostRig]:
     async with hosted(
         registry,
@@ -188,8 +195,8 @@ async def rig(
         tiny_folder,
         tmp_path,
         monkeypatch,
-        stall_timeout_s=0.3,
-        drain_timeout_s=5,
+        stall_timeout_s=stall_timeout_s,
+        drain_timeout_s=60,
     ) as rig:
         yield rig
 
@@ -205,6 +212,7 @@ async def test_health_answers_during_a_long_step(rig: HostRig) -> None:
     assert len([event async for event in call]) > 0
 
 
+@pytest.mark.parametrize("stall_timeout_s", [0.3])
 async def test_step_that_hangs_makes_the_worker_unhealthy_until_it_ends(rig: HostRig) -> None:
     rig.runner.gate.clear()
     call = rig.decode()
@@ -219,7 +227,7 @@ async def test_step_that_hangs_makes_the_worker_unhealthy_until_it_ends(rig: Hos
 async def test_drain_lets_running_streams_finish_and_refuses_new_ones(rig: HostRig) -> None:
     rig.runner.gate.clear()
     running = rig.decode()
-    await asyncio.to_thread(rig.runner.entered.wait, 5)
+    await asyncio.to_thread(rig.runner.entered.wait, 20)
 
     rig.terminate()
     await eventually(lambda: find(rig.registry, rig.config.worker_id), lambda found: not found)
@@ -228,7 +236,7 @@ async def test_drain_lets_running_streams_finish_and_refuses_new_ones(rig: HostR
         await rig.decode().read()
     rig.runner.gate.set()
     events = [event async for event in running]
-    await asyncio.wait_for(rig.running, 5)
+    await asyncio.wait_for(rig.running, 20)
 
     assert health == NOT_SERVING
     assert isinstance(from_rpc_error(refused.value), WorkerUnavailable)
@@ -249,7 +257,7 @@ async def test_drain_that_runs_out_of_time_cuts_with_a_reason_to_go_elsewhere(
     ) as rig:
         rig.runner.gate.clear()
         running = rig.decode()
-        await asyncio.to_thread(rig.runner.entered.wait, 5)
+        await asyncio.to_thread(rig.runner.entered.wait, 20)
 
         rig.terminate()
 

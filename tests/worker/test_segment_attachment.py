@@ -29,7 +29,7 @@ async def test_segment_stays_attached_until_the_block_ends() -> None:
     server = server_of(agent)
     channel = connect(await server.start())
     async with SegmentAttachment(channel, SEGMENT) as attachment:
-        await asyncio.wait_for(attachment.attached.wait(), 2)
+        await asyncio.wait_for(attachment.attached.wait(), 20)
         assert (await agent.attached.get()).engine_id == "e1"
 
     await wait_until(lambda: not attachment.attached.is_set())
@@ -45,7 +45,7 @@ async def test_broken_attachment_is_made_again(way: str) -> None:
     address = await server.start()
     channel = connect(address)
     async with SegmentAttachment(channel, SEGMENT) as attachment:
-        await asyncio.wait_for(agent.attached.get(), 2)
+        await asyncio.wait_for(agent.attached.get(), 20)
 
         if way == "the agent restarts":
             await server.stop(0)
@@ -54,9 +54,9 @@ async def test_broken_attachment_is_made_again(way: str) -> None:
         else:
             agent.may_detach.set()
 
-        await asyncio.wait_for(agent.attached.get(), 5)
+        await asyncio.wait_for(agent.attached.get(), 20)
         agent.may_detach.clear()
-        await asyncio.wait_for(attachment.attached.wait(), 2)
+        await asyncio.wait_for(attachment.attached.wait(), 20)
     await channel.close()
     await server.stop(0)
 
@@ -72,6 +72,6 @@ async def test_agent_that_refuses_is_asked_again() -> None:
 
         agent.error = None
 
-        await asyncio.wait_for(attachment.attached.wait(), 5)
+        await asyncio.wait_for(attachment.attached.wait(), 20)
     await channel.close()
     await server.stop(0)

@@ -65,7 +65,7 @@ def make_request(*, remote_kv: bool = False) -> Request:
 
 
 async def next_tier_answer(rig: Rig) -> tuple[str, int]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         return await rig.engine.tier_answers.get()
 
 
@@ -129,7 +129,7 @@ async def test_frozen_agent_holds_up_the_blocks_and_not_the_request(
 
     run.want_remote_kv(0, 7, keys=KEYS[:1])
 
-    await wait_until(lambda: rig.engine.late == ["r"], timeout_s=5)
+    await wait_until(lambda: rig.engine.late == ["r"])
     assert rig.engine.tier_answers.empty()
     rig.agent.num_active_pulls = 0
     assert await next_tier_answer(rig) == ("r", 0)
@@ -154,7 +154,7 @@ async def test_load_of_a_request_that_was_left_still_ends(rig: Rig) -> None:
 async def test_filled_blocks_are_offered_with_their_generations(rig: Rig) -> None:
     rig.tiered.offer(BlockEvents(list(KEYS), [], [4, 5], [1, 9]))
 
-    stored = await asyncio.wait_for(rig.agent.stores.get(), 5)
+    stored = await asyncio.wait_for(rig.agent.stores.get(), 20)
 
     assert (stored.engine_id, stored.model, tuple(stored.keys)) == ("e1", "m", KEYS)
     assert (list(stored.block_ids), list(stored.generations)) == ([4, 5], [1, 9])
@@ -164,7 +164,7 @@ async def test_blocks_that_came_from_a_tier_are_not_stored_again(rig: Rig) -> No
     loaded = frozenset(KEYS[:1])
     rig.tiered.offer(BlockEvents(list(KEYS), [], [4, 5], [1, 9], from_tiers=loaded))
 
-    stored = await asyncio.wait_for(rig.agent.stores.get(), 5)
+    stored = await asyncio.wait_for(rig.agent.stores.get(), 20)
 
     assert tuple(stored.keys) == KEYS[1:]
 
@@ -173,7 +173,7 @@ async def test_blocks_evicted_before_they_were_offered_are_not(rig: Rig) -> None
     rig.tiered.offer(BlockEvents(list(KEYS), [], [4, 5], [1, 1]))
     rig.tiered.offer(BlockEvents([], [KEYS[0]]))
 
-    stored = await asyncio.wait_for(rig.agent.stores.get(), 5)
+    stored = await asyncio.wait_for(rig.agent.stores.get(), 20)
 
     assert tuple(stored.keys) == KEYS[1:]
 
@@ -186,7 +186,7 @@ async def test_what_waits_for_the_agent_is_bounded(
 
     rig.tiered.offer(BlockEvents(keys, [], list(range(50)), [1] * 50))
 
-    stored = await asyncio.wait_for(rig.agent.stores.get(), 5)
+    stored = await asyncio.wait_for(rig.agent.stores.get(), 20)
     assert list(stored.keys) == keys[-10:]
 
 
@@ -196,12 +196,12 @@ async def test_agent_that_comes_back_is_offered_what_is_new(
     monkeypatch.setattr(tiered_kv, "_RETRY_DELAY_S", 0.01)
     rig.agent.error = KvTransferFailed("not attached")
     rig.tiered.offer(BlockEvents([KEYS[0]], [], [4], [1]))
-    await asyncio.wait_for(rig.agent.refused.wait(), 5)
+    await asyncio.wait_for(rig.agent.refused.wait(), 20)
     rig.agent.error = None
 
     rig.tiered.offer(BlockEvents([KEYS[1]], [], [5], [1]))
 
-    assert tuple((await asyncio.wait_for(rig.agent.stores.get(), 5)).keys) == KEYS[1:]
+    assert tuple((await asyncio.wait_for(rig.agent.stores.get(), 20)).keys) == KEYS[1:]
 
 
 async def test_what_was_filled_last_is_stored_before_the_end(rig: Rig) -> None:

@@ -71,7 +71,7 @@ async def test_failed_stream_raises_and_closes_its_generator() -> None:
 
         with pytest.raises(WorkerUnavailable):
             await waiting
-        await asyncio.wait_for(source.closed.wait(), 1)
+        await asyncio.wait_for(source.closed.wait(), 20)
 
 
 async def test_generator_that_cancels_itself_does_not_leave_its_reader_waiting() -> None:
@@ -80,7 +80,7 @@ async def test_generator_that_cancels_itself_does_not_leave_its_reader_waiting()
         source.put(asyncio.CancelledError())
 
         with pytest.raises(InternalError):
-            await asyncio.wait_for(anext(stream), 1)
+            await asyncio.wait_for(anext(stream), 20)
 
 
 async def test_drain_refuses_new_streams_and_waits_for_running_ones() -> None:
@@ -96,7 +96,7 @@ async def test_drain_refuses_new_streams_and_waits_for_running_ones() -> None:
         source.put(1, None)
         assert [batch async for batch in stream] == [[1]]
 
-    await asyncio.wait_for(idle, 1)
+    await asyncio.wait_for(idle, 20)
 
 
 async def test_cut_ends_every_stream_with_a_reason_to_go_elsewhere() -> None:
