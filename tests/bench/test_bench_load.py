@@ -129,7 +129,7 @@ async def test_cancelling_a_run_ends_its_requests(endpoint: FakeEndpoint) -> Non
     endpoint.pause_s = 60.0
     async with open_client(Endpoint(endpoint.url, "m")) as client:
         run = asyncio.create_task(LoadGenerator(client.stream).closed_loop(repeat(REQUEST), 2))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await endpoint.until_active(2)
 
             run.cancel()

@@ -95,7 +95,7 @@ async def test_a_server_is_measured_and_ended_with_its_children(tmp_path: Path) 
 
     assert memory.num_processes == len(tree) == 2
     assert 0 < memory.pss_mib <= memory.rss_mib
-    _, alive = psutil.wait_procs(tree, timeout=5)
+    _, alive = psutil.wait_procs(tree, timeout=20)
     assert alive == []
 
 

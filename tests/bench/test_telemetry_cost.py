@@ -50,7 +50,7 @@ async def test_a_turn_waits_until_the_requests_of_the_turn_before_are_over() -> 
     assert not changing.done()
 
     is_over.set()
-    await asyncio.wait_for(changing, 5)
+    await asyncio.wait_for(changing, 20)
     await asyncio.gather(old, new)
     assert seen == ["plain", "traced"]
 

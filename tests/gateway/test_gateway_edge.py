@@ -111,7 +111,7 @@ async def test_slowloris_gets_its_time_and_no_more_and_holds_nobody_up(
 async def test_connection_without_a_byte_is_closed_without_a_word(hasty: RunningGateway) -> None:
     reader, writer = await connect(hasty)
 
-    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert await asyncio.wait_for(reader.read(), 20) == b""
     writer.close()
 
 
@@ -156,7 +156,7 @@ async def test_body_that_nobody_wants_does_not_keep_a_connection(hasty: RunningG
     assert status.startswith(b"HTTP/1.1 404 ")
 
     ended = asyncio.create_task(reader.read())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not ended.done():
             writer.write(b"x")
             await asyncio.wait({ended}, timeout=0.05)
@@ -198,7 +198,7 @@ async def test_too_many_connections_are_told_to_come_back(mesh: FakeMesh) -> Non
             writer.close()
             return b" 200 " in status
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not await is_served():
                 pass
         for _, writer in held:

@@ -50,7 +50,7 @@ async def test_first_token_does_not_wait_for_decode(
     chunked.decode.start_gate = asyncio.Event()
     async with http.stream("POST", CHAT, json=chat(stream=True)) as response:
         lines = response.aiter_lines()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while "H" not in await anext(lines):
                 pass
         chunked.decode.start_gate.set()

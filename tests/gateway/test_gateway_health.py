@@ -17,7 +17,7 @@ from tests.gateway.fake_tokenizer import FakeTokenizer
 from tests.gateway.fakes import FakeMesh
 from tests.gateway.running import RunningGateway, eventually, run_gateway
 
-WITHIN_S = 10
+WITHIN_S = 20
 
 
 async def until(gateway: RunningGateway, status: int) -> dict[str, Any]:

@@ -57,7 +57,7 @@ async def test_streams_that_are_left_midway_block_nobody(
 
     await asyncio.gather(*(leave_after_a_chunk() for _ in range(20)))
     mesh.decode.steps = None
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         served = await asyncio.gather(*(http.post(CHAT, json=chat()) for _ in range(4)))
 
     assert [one.status_code for one in served] == [200] * 4
@@ -86,7 +86,7 @@ async def test_stray_error_in_a_service_is_an_answer_and_never_a_wait(
         for decode in mesh.decodes:
             decode.faults = [fault]
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         response = await http.post(CHAT, json=chat(stream=stream, max_tokens=50))
 
     text = response.text

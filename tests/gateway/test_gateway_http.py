@@ -125,7 +125,7 @@ async def test_offer_to_upgrade_is_ignored(gateway: RunningGateway) -> None:
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(sent)
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
     writer.close()
 
     assert head.startswith(b"HTTP/1.1 200 OK")

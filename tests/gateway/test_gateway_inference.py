@@ -188,11 +188,11 @@ async def test_callers_deadline_bounds_the_work(stub: "Stub", mesh: FakeMesh) ->
     mesh.prefill.start_gate = asyncio.Event()
 
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await generate(stub, Request(text="hi"), timeout=0.3)
+        await generate(stub, Request(text="hi"), timeout=0.5)
 
     assert isinstance(from_rpc_error(caught.value), DeadlineExceeded)
     assert mesh.prefill.deadlines_s[0] is not None
-    assert mesh.prefill.deadlines_s[0] <= 0.3
+    assert mesh.prefill.deadlines_s[0] <= 0.5
     await mesh.quiet()
 
 
@@ -207,7 +207,7 @@ async def test_cancelling_the_call_stops_the_work(
 
     call.cancel()
 
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(20):
         await mesh.quiet()
         await gateway.core.in_flight.wait_idle()
 

@@ -58,7 +58,7 @@ async def test_placement_is_renewed_for_as_long_as_its_request_runs(
     mesh.scheduler.lease_ms = 30
     mesh.prefill.finish_gate.clear()
     asking = asyncio.create_task(http.post(CHAT, json=chat()))
-    await asyncio.wait_for(mesh.scheduler.was_renewed.wait(), 5)
+    await asyncio.wait_for(mesh.scheduler.was_renewed.wait(), 20)
     mesh.prefill.finish_gate.set()
 
     assert (await asking).status_code == 200

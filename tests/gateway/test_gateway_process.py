@@ -161,7 +161,7 @@ async def test_second_signal_ends_at_once(mesh: FakeMesh) -> None:
         gateway.process.send_signal(signal.SIGTERM)
         await eventually(lambda: any(one["message"] == "draining" for one in gateway.lines))
         gateway.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(20):
             await gateway.wait()
         await asyncio.gather(reading, return_exceptions=True)
 

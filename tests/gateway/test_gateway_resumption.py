@@ -179,7 +179,7 @@ async def test_sequence_whose_last_word_got_lost_is_finished_not_continued(
 @pytest.mark.usefixtures("tracing")  # OB-03
 async def test_silent_worker_is_left_within_the_stall_timeout() -> None:
     # ST-16, GR-06: a frozen process keeps its connection open.
-    async with FakeMesh() as mesh, run_gateway(mesh, stall_timeout_s=0.2) as gateway:
+    async with FakeMesh() as mesh, run_gateway(mesh, stall_timeout_s=0.5) as gateway:
         mesh.decode.faults = [Fault(after=4, hangs=True)]
         async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as http:
             text, _, _ = await ask(http)

@@ -58,7 +58,7 @@ async def test_client_that_leaves_ends_its_handler_and_nothing_else() -> None:
     await handler.works.wait()
     client.has_left.set()
 
-    assert await asyncio.wait_for(serving, 5) == 0
+    assert await asyncio.wait_for(serving, 20) == 0
     assert handler.was_cancelled
 
 
@@ -79,7 +79,7 @@ async def test_work_behind_a_whole_answer_is_done_though_the_client_has_left() -
             client.has_left.set()
 
     middleware = DisconnectMiddleware(handler)
-    await asyncio.wait_for(middleware(_SCOPE, client.receive, send_and_disconnect), 5)
+    await asyncio.wait_for(middleware(_SCOPE, client.receive, send_and_disconnect), 20)
 
     assert is_done
 
@@ -93,5 +93,5 @@ async def test_server_that_cancels_a_request_is_obeyed() -> None:
     serving.cancel()
 
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(serving, 5)
+        await asyncio.wait_for(serving, 20)
     assert handler.was_cancelled

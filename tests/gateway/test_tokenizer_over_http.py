@@ -363,7 +363,7 @@ async def test_stop_string_ends_the_work_and_the_count(
     else:
         answer = (await http.post(COMPLETIONS, json=body)).json()
         text, usage = answer["choices"][0]["text"], answer["usage"]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await mesh.decode.is_idle.wait()
 
     assert text == "one "

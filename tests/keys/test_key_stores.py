@@ -215,7 +215,7 @@ async def test_file_that_makes_no_sense_at_the_start_is_an_error(tmp_path: Path)
 async def test_keys_in_redis_reach_every_gateway_and_are_revoked_in_all(
     valkey: ValkeyServer, tmp_path: Path
 ) -> None:
-    first, second = (connect_redis(url(valkey)) for _ in range(2))
+    first, second = (connect_redis(url(valkey), timeout_s=20) for _ in range(2))
     rings = [KeyRing(RedisStore(client)) for client in (first, second)]
     async with rings[0], rings[1]:
         # Without any key in Redis nobody gets in: it may have lost them.
@@ -239,7 +239,7 @@ async def test_command_and_gateway_meet_in_redis(valkey: ValkeyServer, tmp_path:
     added = await asyncio.to_thread(
         pdmesh, "add", "cli", "--group", "lab", "--redis", url(valkey), home=tmp_path
     )
-    client = connect_redis(url(valkey))
+    client = connect_redis(url(valkey), timeout_s=20)
     async with KeyRing(RedisStore(client)) as ring:
         caller = ring.authenticate([f"Bearer {added.stdout.strip()}"])
     await client.aclose()
@@ -249,7 +249,7 @@ async def test_command_and_gateway_meet_in_redis(valkey: ValkeyServer, tmp_path:
 
 
 async def test_changes_at_one_time_lose_nothing_in_redis(valkey: ValkeyServer) -> None:
-    client = connect_redis(url(valkey))
+    client = connect_redis(url(valkey), timeout_s=20)
     store = RedisStore(client)
     interrupted = False
     raced = await _secret_book(store, "raced")
@@ -272,7 +272,7 @@ async def test_changes_at_one_time_lose_nothing_in_redis(valkey: ValkeyServer) -
 
 async def test_wrong_keys_never_ask_redis(valkey: ValkeyServer) -> None:
     async with RedisProxy(valkey.port) as proxy:
-        client = connect_redis(proxy.url)
+        client = connect_redis(proxy.url, timeout_s=20)
         async with KeyRing(RedisStore(client), check_interval_s=1000) as ring:
             secret = await _add(client, "right")
             await ring.check()
@@ -302,12 +302,12 @@ async def test_known_keys_stay_in_force_while_redis_is_away(
             said = [one for one in caplog.records if "cannot be read" in one.message]
             assert len(said) == 1
 
-            elsewhere = connect_redis(url(valkey))
+            elsewhere = connect_redis(url(valkey), timeout_s=20)
             await RedisStore(elsewhere).change(lambda book: book.without_key("steady"))
             await elsewhere.aclose()
             proxy.is_black_hole = False
             proxy.cut()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while ring.find(secret) is not None:
                     await ring.check()
         await client.aclose()

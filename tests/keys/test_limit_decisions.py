@@ -32,7 +32,7 @@ def valkey() -> Iterator[ValkeyServer]:
 
 @pytest.fixture
 async def redis(valkey: ValkeyServer) -> AsyncIterator[MeshRedis]:
-    client = connect_redis(f"redis://127.0.0.1:{valkey.port}/0")
+    client = connect_redis(f"redis://127.0.0.1:{valkey.port}/0", timeout_s=20)
     await client.flushall()
     yield client
     await client.aclose()

@@ -1,6 +1,7 @@
 """A scheduler behind a real port, and callers like the gateway."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Mesh:
 
     async def until(self, num_waiting: int = 0, num_placements: int = 0) -> None:
         """Until the scheduler holds just this; the test's timeout is the bound."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while True:
                 state = await self.state()
                 if (state.num_waiting, state.num_placements) == (num_waiting, num_placements):
@@ -100,6 +101,7 @@ async def start_scheduler(
     quantum: int = 2048,
     lease_s: float = 15.0,
     breaker_first_open_s: float = 1.0,
+    clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Mesh:
     """A scheduler that ends with `stack`; a prefill and a decode worker unless told otherwise."""
@@ -113,6 +115,7 @@ async def start_scheduler(
         QueueSettings(max_num_waiting=max_num_waiting, quantum=quantum),
         objectives,
         breakers=BreakerSettings(first_open_s=breaker_first_open_s),
+        clock=clock,
     )
     await cluster.refresh()
     server = MeshServer("127.0.0.1:0")

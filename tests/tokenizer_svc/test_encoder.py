@@ -2,6 +2,7 @@ import asyncio
 import json
 import random
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ async def test_text_is_encoded_as_with_transformers(
     assert await encode(encoder, smollm2, TextPrompt(text)) == oracle(text)["input_ids"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(text=st.text(min_size=1))
 def test_any_text_is_encoded_as_with_transformers(
     smollm2: TokenizerModel, oracle: Any, text: str
@@ -116,7 +117,7 @@ async def test_chats_are_encoded_as_with_transformers(
     assert token_ids[:2].count(IM_START) == 1
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(contents=st.lists(st.text(), min_size=1, max_size=3))
 def test_any_chat_is_encoded_as_with_transformers(
     smollm2: TokenizerModel, oracle: Any, contents: list[str]
@@ -333,14 +334,13 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
     encoder: Encoder, smollm2: TokenizerModel, make: Callable[[str], TextPrompt | ChatPrompt]
 ) -> None:
     text = "word " * 1_000_000
-    loop = asyncio.get_running_loop()
-    started = loop.time()
+    started_s = time.process_time()
 
     with pytest.raises(ContextLengthExceeded, match=r"at least \d+ tokens, but at most 8192 fit"):
         await encode(encoder, smollm2, make(text), max_prompt_tokens=8192)
 
     # Encoding all of it takes several seconds.
-    assert loop.time() - started < 2
+    assert time.process_time() - started_s < 2
 
 
 async def test_early_refusal_counts_no_token_that_is_not_there(
@@ -353,7 +353,7 @@ async def test_early_refusal_counts_no_token_that_is_not_there(
     assert len(token_ids) == 280_000
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(text=st.text() | st.text("-\x1d", min_size=100, max_size=500))
 def test_no_text_has_fewer_tokens_than_its_size_tells(smollm2: TokenizerModel, text: str) -> None:
     assert smollm2.length_bound is not None
@@ -408,15 +408,15 @@ async def test_the_loop_and_other_threads_run_while_a_long_text_is_encoded(
 ) -> None:
     choose = random.Random(3)
     text = " ".join(str(choose.random()) for _ in range(30_000))
-    loop = asyncio.get_running_loop()
     encoding = asyncio.create_task(encode(encoder, smollm2, TextPrompt(text)))
 
-    gaps = []
+    # By what the process computes: the time in which it does not run is nobody's fault here.
+    gaps_s = []
     while not encoding.done():
-        started = loop.time()
+        started_s = time.process_time()
         await asyncio.sleep(0.001)
-        gaps.append(loop.time() - started)
+        gaps_s.append(time.process_time() - started_s)
 
     assert len(await encoding) > 500_000
-    assert len(gaps) > 20
-    assert max(gaps) < 0.2
+    assert len(gaps_s) > 20
+    assert max(gaps_s) < 0.2

@@ -29,7 +29,7 @@ def start() -> Iterator[Start]:
 
     def start(source: str = DISPATCH, **limits: float) -> TemplateRenderer:
         spec = TemplateSpec({"default": source}, {}, {"<s>": "[S]"}, max_prompt_chars=1 << 20)
-        values = {"num_processes": 1, "timeout_s": 0.5, "memory_bytes": 1 << 28} | limits
+        values = {"num_processes": 1, "timeout_s": 60, "memory_bytes": 1 << 28} | limits
         renderers.append(TemplateRenderer(spec, RenderLimits(**values)))  # type: ignore[arg-type]
         return renderers[-1]
 
@@ -76,7 +76,7 @@ async def test_a_refusal_keeps_its_message(start: Start) -> None:
 # TK-12
 @pytest.mark.parametrize("content", ["loop", "power"])
 async def test_a_template_that_does_not_end_is_ended(start: Start, content: str) -> None:
-    renderer = start()
+    renderer = start(timeout_s=0.5)
 
     assert "took longer than 0.5 s" in await refusal(renderer, content)
     assert await renderer.render(chat("next")) == b"next"
@@ -92,7 +92,9 @@ async def test_a_template_that_takes_all_memory_gets_none(start: Start) -> None:
 
 # TK-12
 async def test_others_are_served_while_a_template_does_not_end(start: Start) -> None:
-    renderer, other_model = start(num_processes=2, timeout_s=2), start()
+    other_model = start()
+    before = children()
+    renderer = start(num_processes=2)
     stuck = asyncio.create_task(refusal(renderer, "loop"))
 
     for i in range(50):
@@ -100,11 +102,13 @@ async def test_others_are_served_while_a_template_does_not_end(start: Start) -> 
         assert await other_model.render(chat("other")) == b"other"
 
     assert not stuck.done()
-    assert "took longer" in await stuck
+    for child in children() - before:
+        child.kill()
+    assert "ended its process" in await stuck
 
 
 async def test_cancelling_leaves_the_process_usable(start: Start) -> None:
-    renderer = start(timeout_s=30)
+    renderer = start()
     renders = [asyncio.create_task(renderer.render(chat(f"{i}"))) for i in range(20)]
     await asyncio.wait(renders, return_when=asyncio.FIRST_COMPLETED)
 
@@ -120,7 +124,7 @@ async def test_a_process_that_is_killed_is_replaced(start: Start) -> None:
     renderer = start()
     (child,) = children() - before
     child.kill()
-    child.wait(5)
+    child.wait(20)
 
     assert "ended its process" in await refusal(renderer, "x")
     assert await renderer.render(chat("y")) == b"y"
@@ -129,7 +133,7 @@ async def test_a_process_that_is_killed_is_replaced(start: Start) -> None:
 # TK-12
 def test_a_template_that_takes_too_long_already_to_compile_is_refused(start: Start) -> None:
     with pytest.raises(InvalidTemplate, match=r"took longer than 0\.5 s"):
-        start("{{ (7 ** (10 ** 8)) % 10 }}")
+        start("{{ (7 ** (10 ** 8)) % 10 }}", timeout_s=0.5)
 
 
 def test_a_template_that_does_not_compile_leaves_no_process(start: Start) -> None:
