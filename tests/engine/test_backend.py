@@ -257,7 +257,7 @@ def native_model(tmp_path_factory: pytest.TempPathFactory) -> NativeModel:
     return model
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     row_seed=st.integers(0, 1000),
     scale=st.sampled_from([0.01, 1.0, 4.0]),

@@ -307,7 +307,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.longest_prefix([key])
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 test_blocks_are_conserved = PoolMachine.TestCase
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import SpeculationLimits
@@ -231,7 +231,6 @@ def guessing_engine(runner: MemoryRunner | None = None) -> Engine:
     temperature=st.sampled_from([0.0, 0.7, 1.5]),
     max_tokens=st.integers(1, 40),
 )
-@settings(deadline=None)
 def test_guesses_change_no_token(
     prompts: list[list[int]], temperature: float, max_tokens: int
 ) -> None:

@@ -205,7 +205,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(operations=operations)
 def test_whatever_happens_all_grants_return_and_nobody_is_forgotten(
     operations: list[tuple[str, int, str, int]],

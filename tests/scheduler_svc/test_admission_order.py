@@ -103,7 +103,7 @@ async def test_shares_are_counted_in_tokens_not_in_requests() -> None:
     assert 4 <= sum(one in large for one in half) <= 6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(1, 500), min_size=1, max_size=12), min_size=2, max_size=4))
 def test_tenants_that_wait_never_fall_behind_by_more_than_a_turn(costs: list[list[int]]) -> None:
     quantum, now = 100, 0.0
@@ -227,7 +227,7 @@ async def test_lanes_do_not_wait_for_each_other() -> None:
     await asyncio.wait([large.task])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=20), seed=st.randoms())
 def test_order_within_a_lane_survives_any_order_of_leaving(sizes: list[int], seed: object) -> None:
     asyncio.run(_order_is_kept(sizes, seed))

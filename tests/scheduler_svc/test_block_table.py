@@ -37,7 +37,7 @@ def expected(held: dict[str, set[int]], chain: Sequence[int]) -> dict[str, Prefi
 numbers = st.lists(st.integers(0, 9), max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(

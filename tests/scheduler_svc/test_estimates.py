@@ -47,7 +47,7 @@ def test_machine_that_becomes_slower_is_learnt_anew() -> None:
     assert model.predict(1000) == pytest.approx(0.3, rel=0.15)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.floats(0, 10), st.floats(0, 10), st.floats(0, 100)), min_size=1, max_size=40
