@@ -6,20 +6,10 @@ from engine.block_pool import BlockEvents
 from engine.engine import Engine
 from engine.request import PrefillProgress, RemoteKvWanted, Request, TokenOutput
 from engine.sampling import SamplingParams
-from tests.fakes import (
-    make_engine,
-    naive_generate,
-    run_to_end,
-    run_until_stalled,
-    token_ids_of,
-)
+from tests.engine.memory_engine import GREEDY, prompt_of
+from tests.fakes import make_engine, naive_generate, run_to_end, run_until_stalled, token_ids_of
 
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 BLOCK_SIZE = 4
-
-
-def prompt_of(num_tokens: int, first: int = 3) -> list[int]:
-    return [(first * 7 + 11 * index) % 37 + 3 for index in range(num_tokens)]
 
 
 def wanted_of(engine: Engine, request: Request) -> RemoteKvWanted:
