@@ -113,7 +113,8 @@ struct AttentionTask {
   float* out;
   std::int64_t out_stride;
   float* scratch;
-  const AttentionTask* next;  // what the thread will do then, or null: its keys are fetched ahead
+  std::int64_t fetched_heads;  // KV heads, from this one on, whose keys and values it fetches ahead
+  const AttentionTask* next;   // what the thread will do then, or null: its keys are fetched ahead
 };
 
 struct Kernels {

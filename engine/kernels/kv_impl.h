@@ -183,6 +183,14 @@ static void load_values(const std::uint8_t* const* rows, int count, std::int64_t
   }
 }
 
+// The same rows of several heads, one head after the other.
+static inline void prefetch_heads(const std::uint8_t* rows, std::int64_t bytes,
+                                  std::int64_t head_bytes, std::int64_t num_heads) {
+  for (std::int64_t head = 0; head < num_heads; ++head, rows += head_bytes) {
+    for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows + i, 0, 3);
+  }
+}
+
 // Starts fetching a chunk's rows: they lie in blocks far apart, where the hardware cannot guess.
 static void prefetch_chunk(const AttentionTask& task, std::int64_t first_key, std::int64_t end) {
   const KvView& kv = task.kv;
@@ -195,11 +203,13 @@ static void prefetch_chunk(const AttentionTask& task, std::int64_t first_key, st
     const std::uint8_t* block = kv.base + task.block_table[key / kv.block_size] * kv.block_bytes;
     const std::uint8_t* keys = block + kv.key_offset + in_block * row_bytes;
     const std::uint8_t* values = block + kv.value_offset + in_block * row_bytes;
-    for (std::int64_t i = 0; i < run * row_bytes; i += 64) __builtin_prefetch(keys + i, 0, 3);
-    for (std::int64_t i = 0; i < run * row_bytes; i += 64) __builtin_prefetch(values + i, 0, 3);
+    const std::int64_t heads = task.fetched_heads, head_bytes = kv.block_size * row_bytes;
+    prefetch_heads(keys, run * row_bytes, head_bytes, heads);
+    prefetch_heads(values, run * row_bytes, head_bytes, heads);
     if (has_scales) {
-      __builtin_prefetch(block + kv.key_scale_offset + in_block * 4, 0, 3);
-      __builtin_prefetch(block + kv.value_scale_offset + in_block * 4, 0, 3);
+      const std::uint8_t* scales = block + in_block * 4;
+      prefetch_heads(scales + kv.key_scale_offset, run * 4, kv.block_size * 4, heads);
+      prefetch_heads(scales + kv.value_scale_offset, run * 4, kv.block_size * 4, heads);
     }
     key += run;
   }

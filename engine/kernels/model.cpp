@@ -14,6 +14,8 @@ namespace {
 
 // Products of a layer, and in how many pieces a thread takes its share of one.
 constexpr std::int64_t kProducts = 4, kPieces = 8;
+// Pieces of attention that a thread has at least before it takes several heads' at once.
+constexpr std::int64_t kPiecesPerThread = 4;
 
 }  // namespace
 
@@ -227,21 +229,26 @@ void Model::rotate_and_store(int thread, std::int64_t layer) {
   pool_.barrier(thread);
 }
 
+// A thread takes pieces of one sequence for all KV heads at once where there are enough of them: what
+// these heads read lies side by side in each block, and comes from memory in one go.
 void Model::attend(int thread, std::int64_t layer) {
   const std::int64_t count = static_cast<std::int64_t>(attention_.items().size());
+  const bool are_many = count >= kPiecesPerThread * config_.num_kv_heads * pool_.size();
+  const std::int64_t at_once = are_many ? config_.num_kv_heads : 1;
+  std::int64_t index = next_item_[layer].fetch_add(at_once);
   AttentionTask tasks[2];
-  std::int64_t index = next_item_[layer].fetch_add(1);
-  if (index < count) tasks[0] = attention_task(thread, layer, index);
+  if (index < count) tasks[0] = attention_task(thread, layer, index, at_once);
   for (int current = 0; index < count; current ^= 1) {
-    index = next_item_[layer].fetch_add(1);
-    if (index < count) tasks[current ^ 1] = attention_task(thread, layer, index);
+    if (++index % at_once == 0) index = next_item_[layer].fetch_add(at_once);
+    if (index < count) tasks[current ^ 1] = attention_task(thread, layer, index, at_once);
     tasks[current].next = index < count ? &tasks[current ^ 1] : nullptr;
     kernels_.attend(tasks[current]);
   }
   pool_.barrier(thread);
 }
 
-AttentionTask Model::attention_task(int thread, std::int64_t layer, std::int64_t index) {
+AttentionTask Model::attention_task(int thread, std::int64_t layer, std::int64_t index,
+                                    std::int64_t at_once) {
   const AttentionPlan::Item& item = attention_.items()[static_cast<std::size_t>(index)];
   const std::int64_t heads_per_kv = config_.num_heads / config_.num_kv_heads;
   const std::int64_t stride = query_size_ + 2 * kv_size_;
@@ -261,6 +268,8 @@ AttentionTask Model::attention_task(int thread, std::int64_t layer, std::int64_t
   task.out = attended_.data() + item.first_row * query_size_ + head_offset;
   task.out_stride = query_size_;
   task.scratch = attention_scratch_[static_cast<std::size_t>(thread)].data();
+  // The first fetches for all. More than one segment might not stay in the cache so long.
+  task.fetched_heads = item.num_segments > 1 ? 1 : index % at_once == 0 ? at_once : 0;
   task.next = nullptr;
   return task;
 }

@@ -48,7 +48,8 @@ class Model {
                std::int64_t num_rows, const Epilogue& epilogue);
   void rotate_and_store(int thread, std::int64_t layer);
   void attend(int thread, std::int64_t layer);
-  AttentionTask attention_task(int thread, std::int64_t layer, std::int64_t index);
+  AttentionTask attention_task(int thread, std::int64_t layer, std::int64_t index,
+                               std::int64_t at_once);
   void head(int thread);
 
   const pdmesh_config config_;
