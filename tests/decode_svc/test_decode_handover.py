@@ -235,7 +235,7 @@ async def test_time_before_the_first_token_is_not_decodes(
 
     stages = {timing.stage: timing.duration_ms for timing in last.finished.timings}
     assert types_pb2.STAGE_DECODE_WAIT not in stages
-    assert stages[types_pb2.STAGE_KV_TRANSFER] <= 50
+    assert stages.get(types_pb2.STAGE_KV_TRANSFER, 0.0) <= 50
     assert stages[types_pb2.STAGE_DECODE_STEPS] == pytest.approx(10)
 
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from gateway import http_protocol
 from mesh.errors import QueueFull
 from tests.gateway.fakes import FakeMesh
 from tests.gateway.keyed import add_key, bearer
@@ -78,9 +79,11 @@ async def test_every_refusal_is_openais_error_with_an_id(
 
 
 async def test_slowloris_gets_its_time_and_no_more_and_holds_nobody_up(
-    hasty: RunningGateway,
+    hasty: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes that drip in keep no head alive; meanwhile others are served."""
+    # Who still sends when the connection is cut may not see the answer.
+    monkeypatch.setattr(http_protocol, "_LINGER_S", 60)
     drips = [await connect(hasty) for _ in range(40)]
 
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
