@@ -54,6 +54,7 @@ class RedisProxy:
     async def __aexit__(self, *exc_info: object) -> None:
         assert self._server is not None
         self._server.close()
+        self.may_reply.set()
         self.cut()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
