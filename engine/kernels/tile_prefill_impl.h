@@ -45,6 +45,7 @@ class ColumnAttention {
 
   void run() {
     for_each_segment(task_, [this](const Segment& segment) { attend_segment(segment); });
+    if (task_.partial != nullptr) return;
     for (std::int64_t i = 0; i < num_blocks_; ++i) write_block(i);
   }
 
@@ -76,7 +77,11 @@ class ColumnAttention {
       for (std::int64_t i = first_seeing; i < num_blocks_; ++i) attend_block(i, start);
     });
     for (std::int64_t i = first_block; i < num_blocks_; ++i) {
-      fold_block(state_of(running_, i), state_of(states_, i), segment.first_key == 0);
+      if (task_.partial == nullptr) {
+        fold_block(state_of(running_, i), state_of(states_, i), segment.first_key == 0);
+      } else {
+        write_states(i);
+      }
     }
   }
 
@@ -241,6 +246,27 @@ class ColumnAttention {
     store(running.largest, largest);
   }
 
+  // The states of a block's queries, to be merged with those of other segments.
+  void write_states(std::int64_t block) const {
+    const ColumnState state = state_of(states_, block);
+    const std::int64_t floats = attention_state_floats(task_.kv.head_dim);
+    alignas(64) float sums_of_weights[kTile];
+    store(sums_of_weights, sum_of_lanes(state.lanes));
+    for (std::int64_t d = 0; d < padded_; d += kTile) {
+      I rows[kTile];
+      for (int i = 0; i < kTile; ++i) rows[i] = iload(state.sums + (d + i) * kTile);
+      transpose(rows);
+      for (int i = 0; i < kTile && block * kTile + i < num_queries_; ++i) {
+        istore(partial_at(task_, block * kTile + i, floats) + d, rows[i]);
+      }
+    }
+    for (int i = 0; i < kTile && block * kTile + i < num_queries_; ++i) {
+      float* partial = partial_at(task_, block * kTile + i, floats);
+      partial[padded_] = state.largest[i];
+      partial[padded_ + 1] = sums_of_weights[i];
+    }
+  }
+
   void write_block(std::int64_t block) const {
     const ColumnState state = state_of(running_, block);
     const std::int64_t head_dim = task_.kv.head_dim;
@@ -275,8 +301,7 @@ class ColumnAttention {
 };
 
 __attribute__((noinline)) static void attend_with_tiles(const AttentionTask& task) {
-  const bool are_many = task.num_rows * task.num_heads > kTile;
-  if (are_many && task.partial == nullptr) {
+  if (task.num_rows * task.num_heads > kTile) {
     ColumnAttention(task).run();
   } else {
     RowAttention<TileProducts>(task).run();
