@@ -29,17 +29,26 @@ static inline const float* query_at(const AttentionTask& task, std::int64_t i) {
   return heads + i % task.num_heads * task.kv.head_dim;
 }
 
-// Where the state of a query goes that others will merge with those of other segments.
+// Where the state of a query is kept that others will go on with, or merge with those of other
+// segments.
 static inline float* partial_at(const AttentionTask& task, std::int64_t i, std::int64_t floats) {
   if (task.rows == nullptr) return task.partial + i * floats;
   return task.rows[i / task.num_heads].partial + i % task.num_heads * floats;
 }
 
-static void open_state(float* state, float* lanes, std::int64_t padded) {
+static void open_state(float* state, std::int64_t padded) {
   for (std::int64_t d = 0; d < padded; d += 16) store(state + d, zero());
   state[padded] = kLowestScore;
   state[padded + 1] = 0.0f;
-  store(lanes, zero());
+  store(state + padded + 16, zero());
+}
+
+// Whether another task has had the segment's first keys, or will have the others.
+static inline bool goes_on(const AttentionTask& task) {
+  return task.partial != nullptr && task.first_key % kKeySegment != 0;
+}
+static inline bool stays_open(const AttentionTask& task) {
+  return task.rows != nullptr && task.end_key % kKeySegment != 0;
 }
 
 // Folds the next segment's state into the running one.
@@ -92,38 +101,27 @@ struct Segment {
 // Calls `visit` for each segment of a task.
 template <class Visit>
 static void for_each_segment(const AttentionTask& task, const Visit& visit) {
-  const std::int64_t length = task.first_position + task.num_rows;
-  for (std::int64_t i = 0; i < task.num_segments; ++i) {
-    const std::int64_t first_key = (task.first_segment + i) * kKeySegment;
-    const std::int64_t limit = first_key + kKeySegment;
-    const std::int64_t last_key = limit < length ? limit : length;
+  for (std::int64_t first_key = task.first_key; first_key < task.end_key;) {
+    const std::int64_t limit = (first_key / kKeySegment + 1) * kKeySegment;
+    const std::int64_t last_key = limit < task.end_key ? limit : task.end_key;
     const std::int64_t before = first_key - task.first_position;
     visit(Segment{first_key, last_key, before > 0 ? before * task.num_heads : 0});
+    first_key = last_key;
   }
-}
-
-// The keys of a task: from a segment's first to the end of the last segment or of the sequence.
-static inline std::int64_t first_key_of(const AttentionTask& task) {
-  return task.first_segment * kKeySegment;
-}
-static inline std::int64_t end_key_of(const AttentionTask& task) {
-  const std::int64_t length = task.first_position + task.num_rows;
-  const std::int64_t limit = (task.first_segment + task.num_segments) * kKeySegment;
-  return limit < length ? limit : length;
 }
 
 // Has chunks fetched while the one at `start` is computed: the one some places on, in this task or
 // the next, and those of the next that a short task would leave out.
 static void prefetch_ahead(const AttentionTask& task, std::int64_t start) {
   constexpr std::int64_t kAhead = 2 * kKeyChunk;
-  const std::int64_t first = first_key_of(task), end = end_key_of(task);
+  const std::int64_t first = task.first_key, end = task.end_key;
   if (start + kAhead < end) {
     prefetch_chunk(task, start + kAhead, end);
     return;
   }
   if (task.next == nullptr) return;
   const std::int64_t chunks_end = first + round_up(end - first, kKeyChunk);
-  const std::int64_t next_first = first_key_of(*task.next), next_end = end_key_of(*task.next);
+  const std::int64_t next_first = task.next->first_key, next_end = task.next->end_key;
   const std::int64_t target = next_first + start + kAhead - chunks_end;
   for (std::int64_t key = start == first ? next_first : target; key <= target && key < next_end;
        key += kKeyChunk) {
@@ -153,7 +151,6 @@ class RowAttention {
         state_floats_(attention_state_floats(task.kv.head_dim)),
         scratch_(task.scratch),
         products_(task, scratch_),
-        lanes_(scratch_.take(round_up(num_queries_, 16) * 16)),
         states_(scratch_.take(round_up(num_queries_, 16) * state_floats_)),
         running_(scratch_.take(num_queries_ * state_floats_)),
         queries_(reinterpret_cast<Query*>(scratch_.take(num_queries_ * 16))) {}
@@ -171,21 +168,31 @@ class RowAttention {
  private:
   void attend_segment(const Segment& segment) {
     for (std::int64_t i = segment.first_query; i < num_queries_; ++i) {
-      open_state(states_ + i * state_floats_, lanes_ + i * 16, padded_);
+      if (goes_on(task_)) {
+        copy_state(states_ + i * state_floats_, partial_at(task_, i, state_floats_));
+      } else {
+        open_state(states_ + i * state_floats_, padded_);
+      }
     }
     for_each_chunk(task_, segment,
                    [this](std::int64_t start, int count) { attend_chunk(start, count); });
     for (std::int64_t i = segment.first_query; i < num_queries_; ++i) {
       float* state = states_ + i * state_floats_;
-      products_.close_state(state);
-      state[padded_ + 1] = sum_lanes(load(lanes_ + i * 16));
+      if (!stays_open(task_)) {
+        products_.close_state(state);
+        state[padded_ + 1] = sum_lanes(load(lanes_of(state)));
+      }
       if (task_.partial == nullptr) {
         fold(running_ + i * state_floats_, state, padded_, segment.first_key == 0);
       } else {
-        std::memcpy(partial_at(task_, i, state_floats_), state,
-                    static_cast<std::size_t>(padded_ + 2) * 4);
+        copy_state(partial_at(task_, i, state_floats_), state);
       }
     }
+  }
+
+  float* lanes_of(float* state) const { return state + padded_ + 16; }
+  void copy_state(float* to, const float* from) const {
+    std::memcpy(to, from, static_cast<std::size_t>(state_floats_) * 4);
   }
 
   void attend_chunk(std::int64_t start, int count) {
@@ -194,7 +201,8 @@ class RowAttention {
     const std::int64_t first = before > 0 ? before * task_.num_heads : 0;
     for (std::int64_t i = first; i < num_queries_; ++i) {
       const std::int64_t visible = task_.first_position + i / task_.num_heads + 1 - start;
-      queries_[i] = {products_.query(i), states_ + i * state_floats_, lanes_ + i * 16,
+      float* state = states_ + i * state_floats_;
+      queries_[i] = {products_.query(i), state, lanes_of(state),
                      static_cast<int>(visible < count ? visible : count)};
     }
     products_.attend(queries_, first, num_queries_);
@@ -204,7 +212,6 @@ class RowAttention {
   const std::int64_t num_queries_, padded_, state_floats_;
   Scratch scratch_;
   Products products_;
-  float* lanes_;
   float* states_;
   float* running_;
   Query* queries_;

@@ -34,6 +34,7 @@ void AttentionPlan::make(const pdmesh_batch& batch, const float* queries,
   queries_ = queries;
   query_stride_ = query_stride;
   items_.clear();
+  tails_.clear();
   find_sequences();
   // Pieces with most to do go first, so that no thread ends with one of them.
   plan_shared();
@@ -74,40 +75,51 @@ void AttentionPlan::plan_shared() {
     next_groups_.clear();
     for (const Group& group : groups_) split(group, segment);
     std::swap(groups_, next_groups_);
-    for (const Group& group : groups_) plan_group(group, segment);
   }
 }
 
+// Those that share the segment go through it together, and on to the next; of the others, those
+// that share most of its chunks go through these, and then each through its own.
 void AttentionPlan::split(const Group& group, std::int64_t segment) {
-  const std::size_t first_part = next_groups_.size();
-  for (const std::int64_t i : group) {
-    if (!is_behind(sequences_[static_cast<std::size_t>(i)], segment)) continue;
-    std::size_t part = first_part;
-    while (part < next_groups_.size() && !is_shared(next_groups_[part][0], i, segment)) ++part;
-    if (part == next_groups_.size()) next_groups_.emplace_back();
-    next_groups_[part].push_back(i);
+  const std::int64_t first_key = segment * kKeySegment;
+  left_ = group;
+  for (std::int64_t keys = kKeySegment; keys > 0 && left_.size() > 1; keys -= kKeyChunk) {
+    const std::int64_t end_key = first_key + keys;
+    parts_.clear();
+    for (const std::int64_t i : left_) {
+      std::size_t part = 0;
+      while (part < parts_.size() && !is_shared(parts_[part][0], i, first_key, end_key)) ++part;
+      if (part == parts_.size()) parts_.emplace_back();
+      parts_[part].push_back(i);
+    }
+    left_.clear();
+    for (const Group& part : parts_) {
+      if (part.size() < 2) {
+        left_.push_back(part[0]);
+        continue;
+      }
+      plan_group(part, first_key, end_key);
+      if (keys == kKeySegment) next_groups_.push_back(part);
+    }
   }
-  const auto begin = next_groups_.begin() + static_cast<std::ptrdiff_t>(first_part);
-  next_groups_.erase(std::remove_if(begin, next_groups_.end(),
-                                    [](const Group& part) { return part.size() < 2; }),
-                     next_groups_.end());
 }
 
-void AttentionPlan::plan_group(const Group& group, std::int64_t segment) {
+void AttentionPlan::plan_group(const Group& group, std::int64_t first_key, std::int64_t end_key) {
   group_rows_.clear();
   for (const std::int64_t i : group) {
     Sequence& sequence = sequences_[static_cast<std::size_t>(i)];
-    sequence.num_shared = segment + 1;
+    sequence.num_shared = first_key / kKeySegment + 1;
     for (std::int64_t row = 0; row < sequence.num_rows; ++row) {
       group_rows_.push_back(sequence.first_row + row);
     }
   }
   for (std::size_t first = 0; first < group_rows_.size(); first += kMaxGroupRows) {
-    plan_rows(first, std::min(first + kMaxGroupRows, group_rows_.size()), segment);
+    plan_rows(first, std::min(first + kMaxGroupRows, group_rows_.size()), first_key, end_key);
   }
 }
 
-void AttentionPlan::plan_rows(std::size_t first, std::size_t last, std::int64_t segment) {
+void AttentionPlan::plan_rows(std::size_t first, std::size_t last, std::int64_t first_key,
+                              std::int64_t end_key) {
   const std::int64_t sequence = row_sequence_[static_cast<std::size_t>(group_rows_[first])];
   for (std::int64_t head = 0; head < num_kv_heads_; ++head) {
     const AttentionRow* rows = shared_rows_.data() + num_shared_rows_;
@@ -115,12 +127,29 @@ void AttentionPlan::plan_rows(std::size_t first, std::size_t last, std::int64_t 
       const std::int64_t row = group_rows_[i];
       shared_rows_.data()[num_shared_rows_++] = {
           queries_ + row * query_stride_ + head * heads_per_kv_ * head_dim_,
-          states_of(row, segment, head)};
+          states_of(row, first_key / kKeySegment, head)};
     }
-    // All of them see all of the segment, whatever their positions.
-    const std::int64_t end = (segment + 1) * kKeySegment;
+    const std::size_t first_tail = tails_.size();
+    if (end_key % kKeySegment != 0) plan_tails(first, last, head, end_key);
+    // All of them see all of the keys, whatever their positions.
     items_.push_back({sequence, head, group_rows_[first], static_cast<std::int64_t>(last - first),
-                      end, segment, 1, rows->partial, rows});
+                      end_key, first_key, end_key, rows->partial, rows, first_tail, tails_.size()});
+  }
+}
+
+void AttentionPlan::plan_tails(std::size_t first, std::size_t last, std::int64_t head,
+                               std::int64_t first_key) {
+  const std::int64_t limit = ceil_div(first_key, kKeySegment) * kKeySegment;
+  for (std::size_t i = first, next; i < last; i = next) {
+    const std::int64_t row = group_rows_[i];
+    const std::int64_t index = row_sequence_[static_cast<std::size_t>(row)];
+    const Sequence& sequence = sequences_[static_cast<std::size_t>(index)];
+    next = std::min(last, i + static_cast<std::size_t>(sequence.first_row + sequence.num_rows - row));
+    const std::int64_t num_rows = static_cast<std::int64_t>(next - i);
+    const std::int64_t position = sequence.length - sequence.num_rows + row - sequence.first_row;
+    tails_.push_back({index, head, row, num_rows, position, first_key,
+                      std::min(limit, position + num_rows),
+                      states_of(row, limit / kKeySegment - 1, head), nullptr});
   }
 }
 
@@ -130,7 +159,8 @@ void AttentionPlan::plan_segments(std::int64_t index) {
        ++segment) {
     for (std::int64_t head = 0; head < num_kv_heads_; ++head) {
       items_.push_back({index, head, sequence.first_row, sequence.num_rows,
-                        sequence.length - sequence.num_rows, segment, 1,
+                        sequence.length - sequence.num_rows, segment * kKeySegment,
+                        std::min((segment + 1) * kKeySegment, sequence.length),
                         states_of(sequence.first_row, segment, head), nullptr});
     }
   }
@@ -147,19 +177,24 @@ void AttentionPlan::plan_slabs(std::int64_t index) {
     const std::int64_t first_position = sequence.length - sequence.num_rows + first;
     for (std::int64_t head = 0; head < num_kv_heads_; ++head) {
       items_.push_back({index, head, sequence.first_row + first, count, first_position, 0,
-                        ceil_div(first_position + count, kKeySegment), nullptr, nullptr});
+                        first_position + count, nullptr, nullptr});
     }
   }
 }
 
-// Whether all of a sequence's rows come after a segment.
-bool AttentionPlan::is_behind(const Sequence& sequence, std::int64_t segment) const {
-  return sequence.length - sequence.num_rows >= (segment + 1) * kKeySegment;
+// Whether all of a sequence's rows come after the keys.
+bool AttentionPlan::is_behind(const Sequence& sequence, std::int64_t end_key) const {
+  return sequence.length - sequence.num_rows >= end_key;
 }
 
-bool AttentionPlan::is_shared(std::int64_t a, std::int64_t b, std::int64_t segment) const {
-  const std::int64_t first = segment * kKeySegment / block_size_;
-  const std::int64_t end = ceil_div((segment + 1) * kKeySegment, block_size_);
+// Whether both have the keys in the same blocks, before all of their rows.
+bool AttentionPlan::is_shared(std::int64_t a, std::int64_t b, std::int64_t first_key,
+                              std::int64_t end_key) const {
+  if (!is_behind(sequences_[static_cast<std::size_t>(a)], end_key) ||
+      !is_behind(sequences_[static_cast<std::size_t>(b)], end_key)) {
+    return false;
+  }
+  const std::int64_t first = first_key / block_size_, end = ceil_div(end_key, block_size_);
   const std::int64_t* blocks_of_a = batch_->block_tables + a * batch_->max_blocks;
   const std::int64_t* blocks_of_b = batch_->block_tables + b * batch_->max_blocks;
   return std::equal(blocks_of_a + first, blocks_of_a + end, blocks_of_b + first);

@@ -39,8 +39,8 @@ struct ChunkScales {
   float* values;  // [kKeyChunk]
 };
 
-// One query's state: sums[padded head_dim], then the largest score, then the weights' sum.
-// While a segment is open its weights' sum is kept as sixteen partial sums in `lanes`.
+// One query's state: sums[padded head_dim], then the largest score, then the weights' sum; while a
+// segment is open, that sum is kept as sixteen partial ones in `lanes`.
 struct Query {
   const float* q;
   float* state;

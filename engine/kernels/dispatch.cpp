@@ -69,14 +69,18 @@ std::int64_t linear_scratch_bytes(std::int64_t k) {
   return int4 > int4_channel ? int4 : int4_channel;
 }
 
-std::int64_t attention_state_floats(std::int64_t head_dim) { return round_up(head_dim, 32) + 16; }
+std::int64_t attention_lanes_offset(std::int64_t head_dim) { return round_up(head_dim, 32) + 16; }
+
+std::int64_t attention_state_floats(std::int64_t head_dim) {
+  return attention_lanes_offset(head_dim) + 16;
+}
 
 std::int64_t attention_scratch_floats(std::int64_t head_dim, std::int64_t num_queries) {
   const std::int64_t padded = round_up(head_dim, 32), queries = round_up(num_queries, 16);
   const std::int64_t chunk_floats = 2 * padded * kKeyChunk + 2 * kKeyChunk;
   const std::int64_t tile_floats = 16 * kKeyChunk + 16 * kKeyChunk / 2;  // scores, weights
-  // The query itself, sixteen sums of weights, two states, and its place in a list.
-  return chunk_floats + tile_floats + queries * (padded + 16 + 2 * (padded + 16) + 16) + 64;
+  // The query itself, two states, and its place in a list.
+  return chunk_floats + tile_floats + queries * (padded + 2 * attention_state_floats(head_dim) + 16) + 64;
 }
 
 }  // namespace pdmesh

@@ -91,7 +91,7 @@ struct KvView {
 constexpr std::int64_t kKeyChunk = 64;
 constexpr std::int64_t kKeySegment = 256;
 
-// Where one row's heads of a KV head are, and where their states go.
+// Where one row's heads of a KV head are, and where their states are kept.
 struct AttentionRow {
   const float* queries;
   float* partial;
@@ -105,10 +105,13 @@ struct AttentionTask {
   std::int64_t num_heads;  // query heads that share this KV head
   const float* queries;    // rotated and scaled; heads of one row are adjacent
   std::int64_t query_stride;
-  std::int64_t first_segment;
-  std::int64_t num_segments;
-  float* partial;  // where one segment's states go, or null to finish into `out`
-  // In place of `queries` and `partial`: rows of several sequences, which see all of the segment.
+  // From a segment's first key on, to a segment's or the sequence's end. With `partial`, of one segment
+  // only, and two tasks may have a part each: the first stops after some chunks and leaves the states
+  // open, the second goes on from there.
+  std::int64_t first_key;
+  std::int64_t end_key;
+  float* partial;  // where one segment's states are kept, or null to finish into `out`
+  // In place of `queries` and `partial`: rows of several sequences, which see all of the keys.
   const AttentionRow* rows;
   float* out;
   std::int64_t out_stride;
@@ -157,8 +160,9 @@ static inline bool is_wide(WeightFormat format) {
 std::int64_t unit_bytes(WeightFormat format, std::int64_t k);
 // Bytes of a thread's scratch for `linear`.
 std::int64_t linear_scratch_bytes(std::int64_t k);
-// Floats of one query's state: output sums, largest score, weight sum.
+// Floats of one query's state: output sums, largest score, weight sum, and where its lanes begin.
 std::int64_t attention_state_floats(std::int64_t head_dim);
+std::int64_t attention_lanes_offset(std::int64_t head_dim);
 // Floats of a thread's scratch for `attend` over at most `num_queries` rows x heads.
 std::int64_t attention_scratch_floats(std::int64_t head_dim, std::int64_t num_queries);
 

@@ -234,42 +234,59 @@ void Model::rotate_and_store(int thread, std::int64_t layer) {
 void Model::attend(int thread, std::int64_t layer) {
   const std::int64_t count = static_cast<std::int64_t>(attention_.items().size());
   const bool are_many = count >= kPiecesPerThread * config_.num_kv_heads * pool_.size();
-  const std::int64_t at_once = are_many ? config_.num_kv_heads : 1;
-  std::int64_t index = next_item_[layer].fetch_add(at_once);
+  Turn turn{thread, layer, are_many ? config_.num_kv_heads : 1, -1, 0, 0};
   AttentionTask tasks[2];
-  if (index < count) tasks[0] = attention_task(thread, layer, index, at_once);
-  for (int current = 0; index < count; current ^= 1) {
-    if (++index % at_once == 0) index = next_item_[layer].fetch_add(at_once);
-    if (index < count) tasks[current ^ 1] = attention_task(thread, layer, index, at_once);
-    tasks[current].next = index < count ? &tasks[current ^ 1] : nullptr;
+  bool has_task = next_task(turn, tasks[0]);
+  for (int current = 0; has_task; current ^= 1) {
+    has_task = next_task(turn, tasks[current ^ 1]);
+    tasks[current].next = has_task ? &tasks[current ^ 1] : nullptr;
     kernels_.attend(tasks[current]);
   }
   pool_.barrier(thread);
 }
 
-AttentionTask Model::attention_task(int thread, std::int64_t layer, std::int64_t index,
-                                    std::int64_t at_once) {
-  const AttentionPlan::Item& item = attention_.items()[static_cast<std::size_t>(index)];
+// False once all is taken.
+bool Model::next_task(Turn& turn, AttentionTask& task) {
+  if (turn.tail < turn.end_tail) {
+    task = attention_task(turn, attention_.tails()[turn.tail++]);
+    task.fetched_heads = 1;
+    return true;
+  }
+  if (++turn.index % turn.heads_at_once == 0) {
+    turn.index = next_item_[turn.layer].fetch_add(turn.heads_at_once);
+  }
+  const auto& items = attention_.items();
+  if (turn.index >= static_cast<std::int64_t>(items.size())) return false;
+  const AttentionPlan::Item& item = items[static_cast<std::size_t>(turn.index)];
+  turn.tail = item.first_tail;
+  turn.end_tail = item.end_tail;
+  task = attention_task(turn, item);
+  // The first head fetches for all. More than one segment might not stay in the cache so long.
+  const bool is_first = turn.index % turn.heads_at_once == 0;
+  const bool is_short = item.end_key - item.first_key <= kKeySegment;
+  task.fetched_heads = !is_short ? 1 : is_first ? turn.heads_at_once : 0;
+  return true;
+}
+
+AttentionTask Model::attention_task(const Turn& turn, const AttentionPlan::Item& item) const {
   const std::int64_t heads_per_kv = config_.num_heads / config_.num_kv_heads;
   const std::int64_t stride = query_size_ + 2 * kv_size_;
   const std::int64_t head_offset = item.kv_head * heads_per_kv * config_.head_dim;
   AttentionTask task;
-  task.kv = kv_layout_.view(batch_->kv_cache, layer, item.kv_head);
+  task.kv = kv_layout_.view(batch_->kv_cache, turn.layer, item.kv_head);
   task.block_table = batch_->block_tables + item.sequence * batch_->max_blocks;
   task.first_position = item.first_position;
   task.num_rows = item.num_rows;
   task.num_heads = heads_per_kv;
   task.queries = qkv_.data() + item.first_row * stride + head_offset;
   task.query_stride = stride;
-  task.first_segment = item.first_segment;
-  task.num_segments = item.num_segments;
+  task.first_key = item.first_key;
+  task.end_key = item.end_key;
   task.partial = item.partial;
   task.rows = item.rows;
   task.out = attended_.data() + item.first_row * query_size_ + head_offset;
   task.out_stride = query_size_;
-  task.scratch = attention_scratch_[static_cast<std::size_t>(thread)].data();
-  // The first fetches for all. More than one segment might not stay in the cache so long.
-  task.fetched_heads = item.num_segments > 1 ? 1 : index % at_once == 0 ? at_once : 0;
+  task.scratch = attention_scratch_[static_cast<std::size_t>(turn.thread)].data();
   task.next = nullptr;
   return task;
 }

@@ -33,6 +33,14 @@ class Model {
     std::atomic<std::int64_t> units;
   };
 
+  // Where a thread is in a layer's attention.
+  struct Turn {
+    const int thread;
+    const std::int64_t layer, heads_at_once;
+    std::int64_t index;
+    std::size_t tail, end_tail;
+  };
+
   Status check(const pdmesh_batch& batch) const;
   void reserve(const pdmesh_batch& batch);
   void plan();
@@ -48,8 +56,8 @@ class Model {
                std::int64_t num_rows, const Epilogue& epilogue);
   void rotate_and_store(int thread, std::int64_t layer);
   void attend(int thread, std::int64_t layer);
-  AttentionTask attention_task(int thread, std::int64_t layer, std::int64_t index,
-                               std::int64_t at_once);
+  bool next_task(Turn& turn, AttentionTask& task);
+  AttentionTask attention_task(const Turn& turn, const AttentionPlan::Item& item) const;
   void head(int thread);
 
   const pdmesh_config config_;

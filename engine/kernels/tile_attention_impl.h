@@ -270,7 +270,7 @@ class TileProducts {
   }
 
  private:
-  std::int64_t stride() const { return padded_ + 16; }
+  std::int64_t stride() const { return attention_state_floats(padded_); }
   std::uint32_t* block_queries(std::int64_t i) const { return queries_ + i * padded_ / 2; }
 
   // Tiles of [16 pairs of keys][16 dimensions], all of the first step before those of the second.

@@ -301,7 +301,8 @@ class ColumnAttention {
 };
 
 __attribute__((noinline)) static void attend_with_tiles(const AttentionTask& task) {
-  if (task.num_rows * task.num_heads > kTile) {
+  const bool are_many = task.num_rows * task.num_heads > kTile;
+  if (are_many && !goes_on(task) && !stays_open(task)) {
     ColumnAttention(task).run();
   } else {
     RowAttention<TileProducts>(task).run();

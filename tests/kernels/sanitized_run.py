@@ -22,9 +22,12 @@ def main(path: str) -> None:
             logits = runner.run(
                 Piece(tokens[290:291], 290, long_blocks), Piece(tokens[9:30], 9, short_blocks)
             )
-            forks = [[*long_blocks[:70], *range(n, n + 10)] for n in (100, 110)]
-            runner.run(*(Piece(tokens[280:284], 280, blocks) for blocks in forks))
-            runner.run(*(Piece(tokens[284:285], 284, blocks) for blocks in forks))
+            # They share a segment, or most of one.
+            for num_shared in (280, 200):
+                shared = long_blocks[: num_shared // 4]
+                forks = [[*shared, *range(n, n + 30)] for n in (100, 130)]
+                runner.run(*(Piece(tokens[num_shared:284], num_shared, one) for one in forks))
+                runner.run(*(Piece(tokens[284:285], 284, blocks) for blocks in forks))
             params = np.zeros(len(logits), dtype=SAMPLING_DTYPE)
             params["temperature"], params["top_p"] = 1, np.linspace(0, 1, len(logits))
             params["top_k"] = np.arange(len(logits))

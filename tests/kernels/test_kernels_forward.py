@@ -234,7 +234,7 @@ def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
         num_threads=2,
         level=level,
         block_size=block_size,
-        num_blocks=400,
+        num_blocks=600,
     )
     stem = make_tokens(560)
     branch = stem[:300] + make_tokens(260, seed=1)
@@ -251,6 +251,9 @@ def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
         (branch + make_tokens(3, seed=21), 560, 2),
         (branch + make_tokens(8, seed=22), 560, 5),
         (stem[:240] + make_tokens(200, seed=23), 240, 1),  # shares less than a segment
+        # Share three chunks of the second segment, or two, and go on by themselves.
+        *((stem[:460] + make_tokens(20, seed=i), 460, 2) for i in range(30, 40)),
+        *((stem[:400] + make_tokens(150, seed=i), 400, 5) for i in range(40, 42)),
         (stem[:514], 500, 2),  # its rows begin where the second segment ends
         (stem[:513], 500, 2),  # and one before
         *[(stem[:515], 515, 5)] * 2,  # some of its rows are in what others have as well
