@@ -80,7 +80,8 @@ std::int64_t attention_scratch_floats(std::int64_t head_dim, std::int64_t num_qu
   const std::int64_t chunk_floats = 2 * padded * kKeyChunk + 2 * kKeyChunk;
   const std::int64_t tile_floats = 16 * kKeyChunk + 16 * kKeyChunk / 2;  // scores, weights
   // The query itself, two states, and its place in a list.
-  return chunk_floats + tile_floats + queries * (padded + 2 * attention_state_floats(head_dim) + 16) + 64;
+  const std::int64_t query_floats = padded + 2 * attention_state_floats(head_dim) + 16;
+  return chunk_floats + tile_floats + queries * query_floats + 64;
 }
 
 }  // namespace pdmesh

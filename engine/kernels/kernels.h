@@ -105,9 +105,9 @@ struct AttentionTask {
   std::int64_t num_heads;  // query heads that share this KV head
   const float* queries;    // rotated and scaled; heads of one row are adjacent
   std::int64_t query_stride;
-  // From a segment's first key on, to a segment's or the sequence's end. With `partial`, of one segment
-  // only, and two tasks may have a part each: the first stops after some chunks and leaves the states
-  // open, the second goes on from there.
+  // From a segment's first key on, to a segment's or the sequence's end. With `partial`, of one
+  // segment only, and two tasks may have a part each: the first stops after some chunks and leaves
+  // the states open, the second goes on from there.
   std::int64_t first_key;
   std::int64_t end_key;
   float* partial;  // where one segment's states are kept, or null to finish into `out`
