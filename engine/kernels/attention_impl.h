@@ -36,11 +36,14 @@ static inline float* partial_at(const AttentionTask& task, std::int64_t i, std::
   return task.rows[i / task.num_heads].partial + i % task.num_heads * floats;
 }
 
+// Where a state's partial sums of weights are while its segment is open.
+static inline float* lanes_of(float* state, std::int64_t padded) { return state + padded + 16; }
+
 static void open_state(float* state, std::int64_t padded) {
   for (std::int64_t d = 0; d < padded; d += 16) store(state + d, zero());
   state[padded] = kLowestScore;
   state[padded + 1] = 0.0f;
-  store(state + padded + 16, zero());
+  store(lanes_of(state, padded), zero());
 }
 
 // Whether another task has had the segment's first keys, or will have the others.
@@ -180,7 +183,7 @@ class RowAttention {
       float* state = states_ + i * state_floats_;
       if (!stays_open(task_)) {
         products_.close_state(state);
-        state[padded_ + 1] = sum_lanes(load(lanes_of(state)));
+        state[padded_ + 1] = sum_lanes(load(lanes_of(state, padded_)));
       }
       if (task_.partial == nullptr) {
         fold(running_ + i * state_floats_, state, padded_, segment.first_key == 0);
@@ -190,7 +193,6 @@ class RowAttention {
     }
   }
 
-  float* lanes_of(float* state) const { return state + padded_ + 16; }
   void copy_state(float* to, const float* from) const {
     std::memcpy(to, from, static_cast<std::size_t>(state_floats_) * 4);
   }
@@ -202,7 +204,7 @@ class RowAttention {
     for (std::int64_t i = first; i < num_queries_; ++i) {
       const std::int64_t visible = task_.first_position + i / task_.num_heads + 1 - start;
       float* state = states_ + i * state_floats_;
-      queries_[i] = {products_.query(i), state, lanes_of(state),
+      queries_[i] = {products_.query(i), state, lanes_of(state, padded_),
                      static_cast<int>(visible < count ? visible : count)};
     }
     products_.attend(queries_, first, num_queries_);

@@ -69,10 +69,8 @@ std::int64_t linear_scratch_bytes(std::int64_t k) {
   return int4 > int4_channel ? int4 : int4_channel;
 }
 
-std::int64_t attention_lanes_offset(std::int64_t head_dim) { return round_up(head_dim, 32) + 16; }
-
 std::int64_t attention_state_floats(std::int64_t head_dim) {
-  return attention_lanes_offset(head_dim) + 16;
+  return round_up(head_dim, 32) + 16 + 16;
 }
 
 std::int64_t attention_scratch_floats(std::int64_t head_dim, std::int64_t num_queries) {

@@ -160,9 +160,8 @@ static inline bool is_wide(WeightFormat format) {
 std::int64_t unit_bytes(WeightFormat format, std::int64_t k);
 // Bytes of a thread's scratch for `linear`.
 std::int64_t linear_scratch_bytes(std::int64_t k);
-// Floats of one query's state: output sums, largest score, weight sum, and where its lanes begin.
+// Floats of one query's state: output sums, largest score and weight sum, then its sixteen lanes.
 std::int64_t attention_state_floats(std::int64_t head_dim);
-std::int64_t attention_lanes_offset(std::int64_t head_dim);
 // Floats of a thread's scratch for `attend` over at most `num_queries` rows x heads.
 std::int64_t attention_scratch_floats(std::int64_t head_dim, std::int64_t num_queries);
 
