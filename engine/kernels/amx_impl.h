@@ -5,7 +5,7 @@
 // products save (measured: 1.0 to 1.2 times the speed of VNNI).
 #pragma once
 
-#include "linear_impl.h"
+#include "dot_linear_impl.h"
 
 namespace pdmesh {
 namespace PDMESH_LEVEL {

@@ -64,8 +64,8 @@ std::int64_t unit_bytes(WeightFormat format, std::int64_t k) {
 
 std::int64_t linear_scratch_bytes(std::int64_t k) {
   const std::int64_t int4 = ceil_div(k, kGroup) * 1280;
-  // With room for the step that is expanded once too often.
-  const std::int64_t int4_channel = (round_up(k, kTileInputs) + kTileInputs) * kUnit;
+  // At two bytes a weight for AVX2, and with room for the step that is expanded once too often.
+  const std::int64_t int4_channel = (2 * round_up(k, kTileInputs) + kTileInputs) * kUnit;
   return int4 > int4_channel ? int4 : int4_channel;
 }
 

@@ -7,6 +7,7 @@
 
 #include "vec_avx2.h"
 
+#include "avx2_linear_impl.h"
 #include "level_impl.h"
 
 const pdmesh::Kernels* pdmesh::avx2_kernels() { return avx2::table("avx2"); }

@@ -7,6 +7,7 @@
 
 #include "vec_avx512.h"
 
+#include "dot_linear_impl.h"
 #include "level_impl.h"
 
 const pdmesh::Kernels* pdmesh::avx512_kernels() { return avx512::table("avx512"); }

@@ -7,6 +7,7 @@
 
 #include "vec_portable.h"
 
+#include "dot_linear_impl.h"
 #include "level_impl.h"
 
 const pdmesh::Kernels* pdmesh::portable_kernels() { return portable::table("portable"); }

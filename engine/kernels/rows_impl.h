@@ -87,6 +87,17 @@ static void quantize(const float* x, std::int64_t k, std::int8_t* codes, float* 
   }
 }
 
+#ifndef PDMESH_PUT_WIDE
+#define PDMESH_PUT_WIDE put_planes
+// Puts sixteen codes of a row, from input `i` on, where tiles and bytes are multiplied.
+static inline void put_planes(std::int8_t* codes, std::int64_t i, I code, I high) {
+  std::int8_t* out = codes + i / kTileInputs * 2 * kTileBytes + i % kTileInputs;
+  store_u8(reinterpret_cast<std::uint8_t*>(out), high);
+  // The lowest eight bits, as a signed number, are what high x 256 leaves.
+  store_u8(reinterpret_cast<std::uint8_t*>(out + kTileBytes), code);
+}
+#endif
+
 // Sixteen bits of a value as 256 x high + low, with one scale for the row: outlier channels, up to
 // thousands of times the median, leave the others enough bits.
 static void quantize_wide(const float* x, std::int64_t k, std::int8_t* codes, float* scale,
@@ -108,10 +119,7 @@ static void quantize_wide(const float* x, std::int64_t k, std::int8_t* codes, fl
     const I high = sar<8>(iadd(code, iset1(128)));
     high_sum = iadd(high_sum, high);
     sum = iadd(sum, code);
-    std::int8_t* out = codes + i / kTileInputs * 2 * kTileBytes + i % kTileInputs;
-    store_u8(reinterpret_cast<std::uint8_t*>(out), high);
-    // The lowest eight bits, as a signed number, are what high x 256 leaves.
-    store_u8(reinterpret_cast<std::uint8_t*>(out + kTileBytes), code);
+    PDMESH_PUT_WIDE(codes, i, code, high);
   };
   const std::int64_t end = has_codes ? whole : 0;
   for (std::int64_t i = 0; i < end; i += 16) put(i, to_int(mul(load(x + i), inverse)));

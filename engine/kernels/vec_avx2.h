@@ -14,7 +14,6 @@ struct F {
 struct I {
   __m256i a, b;
 };
-using W = I;
 
 constexpr int kMaxRows = 2;
 
@@ -127,40 +126,14 @@ static inline void store_u8(std::uint8_t* p, I x) {
   for (int i = 0; i < 16; ++i) p[i] = static_cast<std::uint8_t>(v[i]);
 }
 
-static inline W load_weights(const std::uint8_t* p) { return iload(p); }
-static inline W low_nibbles(W x) {
-  const __m256i m = _mm256_set1_epi8(15);
-  return {_mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m)};
-}
-static inline W high_nibbles(W x) {
-  const __m256i m = _mm256_set1_epi8(15);
-  return {_mm256_and_si256(_mm256_srli_epi16(x.a, 4), m),
-          _mm256_and_si256(_mm256_srli_epi16(x.b, 4), m)};
-}
-// Even and odd bytes are widened apart: 16-bit products of 8-bit values cannot saturate,
-// as those of vpmaddubsw would.
-static inline __m256i dot4_8(__m256i sum, __m256i w, __m256i even, __m256i odd) {
-  const __m256i w_even = _mm256_and_si256(w, _mm256_set1_epi16(255));
-  const __m256i w_odd = _mm256_srli_epi16(w, 8);
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(w_even, even));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(w_odd, odd));
-}
-// Sixteen bits a lane.
-static inline I iset16(std::int16_t x) { return {_mm256_set1_epi16(x), _mm256_set1_epi16(x)}; }
-static inline I imul16(I x, I y) {
-  return {_mm256_mullo_epi16(x.a, y.a), _mm256_mullo_epi16(x.b, y.b)};
-}
-static inline I iadd16(I x, I y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
-template <int N>
-static inline I shr16(I x) { return {_mm256_srli_epi16(x.a, N), _mm256_srli_epi16(x.b, N)}; }
-
-static inline I dot4(I sum, W w, const std::int8_t* activations) {
-  std::int32_t four;
-  __builtin_memcpy(&four, activations, 4);
-  const __m256i x = _mm256_set1_epi32(four);
-  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8);
-  const __m256i odd = _mm256_srai_epi16(x, 8);
-  return {dot4_8(sum.a, w.a, even, odd), dot4_8(sum.b, w.b, even, odd)};
+// Sixteen codes of a row, from input `i` on, as pairs of sixteen-bit numbers: inputs 0 and 2 of each
+// four, then 1 and 3, as bytes of weights are widened. 32 inputs take a row of a tile's plane.
+#define PDMESH_PUT_WIDE put_pairs
+static inline void put_pairs(std::int8_t* codes, std::int64_t i, I code, I) {
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packs_epi32(code.a, code.b), 0xd8);
+  const __m256i pairs = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(packed, 0xd8), 0xd8);
+  std::int8_t* out = codes + i / 32 * 1024 + i % 32 * 2;
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), pairs);
 }
 
 static inline float sum_lanes(F x) {

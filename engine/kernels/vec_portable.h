@@ -160,7 +160,6 @@ static inline W high_nibbles(const W& packed) {
   for (int i = 0; i < 64; ++i) r.v[i] = packed.v[i] >> 4;
   return r;
 }
-// Adds to each of sixteen sums the product of its four weights with the same four activations.
 // Two halves of sixteen bits a lane, each with its own overflow.
 static inline I iset16(std::int16_t a) {
   const std::uint32_t half = static_cast<std::uint16_t>(a);
@@ -184,6 +183,7 @@ static inline I shr16(const I& a) {
   return r;
 }
 
+// Adds to each of sixteen sums the product of its four weights with the same four activations.
 static inline I dot4(const I& sum, const W& weights, const std::int8_t* activations) {
   I r;
   PDMESH_LANES {

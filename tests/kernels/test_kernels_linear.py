@@ -96,11 +96,33 @@ def test_each_row_has_the_same_bits_alone_and_among_512(
 @pytest.mark.parametrize("weight_format", FORMATS, ids=lambda f: f.name)
 def test_all_levels_give_the_same_bits(library: Library, weight_format: WeightFormat) -> None:
     _, packed = make(70, 200, weight_format)
-    x = make_rows(19, 200)
 
-    results = [library.linear(packed, x, level=level) for level in library.levels()]
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 19, 33):
+        x = make_rows(num_rows, 200)
+        results = [library.linear(packed, x, level=level) for level in library.levels()]
 
-    assert len(results) >= 1
+        assert len(results) >= 1
+        for result in results[1:]:
+            assert np.array_equal(result, results[0])
+
+
+@pytest.mark.parametrize("weight_format", WIDE, ids=lambda f: f.name)
+def test_sums_of_large_codes_have_the_same_bits_at_all_levels(
+    library: Library, weight_format: WeightFormat
+) -> None:
+    """They need more bits than a float has, so how a level splits them must not show."""
+    rng = np.random.default_rng(4)
+    n, k = 33, 2100
+    packed = in_arena(quantize(rng.uniform(0.8, 1, (n, k)).astype(np.float32), weight_format))
+    x = (
+        rng.uniform(0.8, 1, (20, k)).astype(np.float32)
+        * np.where(np.arange(20) % 2, -1, 1)[:, None]
+    )
+
+    results = [
+        library.linear(packed, x.astype(np.float32), level=name) for name in library.levels()
+    ]
+
     for result in results[1:]:
         assert np.array_equal(result, results[0])
 
