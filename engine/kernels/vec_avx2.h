@@ -33,10 +33,12 @@ static inline I first(int n) {
   return {_mm256_cmpgt_epi32(count, lane.a), _mm256_cmpgt_epi32(count, lane.b)};
 }
 static inline F load_n(const float* p, int n) {
+  if (n >= 16) return load(p);
   const I m = first(n);
   return {_mm256_maskload_ps(p, m.a), _mm256_maskload_ps(p + 8, m.b)};
 }
 static inline void store_n(float* p, F x, int n) {
+  if (n >= 16) return store(p, x);
   const I m = first(n);
   _mm256_maskstore_ps(p, m.a, x.a);
   _mm256_maskstore_ps(p + 8, m.b, x.b);
@@ -69,6 +71,7 @@ static inline I iload(const void* p) {
   return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
 }
 static inline I iload_n(const void* p, int n) {
+  if (n >= 16) return iload(p);
   const I m = first(n);
   const int* q = static_cast<const int*>(p);
   return {_mm256_maskload_epi32(q, m.a), _mm256_maskload_epi32(q + 8, m.b)};
@@ -115,15 +118,26 @@ static inline I load_u8(const std::uint8_t* p) {
   const __m128i x = load128(p);
   return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
 }
+// The low halves, and the low quarters, of the lanes, packed.
+static inline __m256i pack_u16(I x) {
+  const __m256i low = _mm256_set1_epi32(0xffff);
+  const __m256i packed =
+      _mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
+  return _mm256_permute4x64_epi64(packed, 0xd8);
+}
+static inline __m128i pack_u8(I x) {
+  const __m256i low = _mm256_set1_epi32(255);
+  const __m256i halves =
+      _mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
+  const __m128i packed =
+      _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  return _mm_shuffle_epi32(packed, 0xd8);
+}
 static inline void store_u16(std::uint16_t* p, I x) {
-  alignas(32) std::uint32_t v[16];
-  istore(v, x);
-  for (int i = 0; i < 16; ++i) p[i] = static_cast<std::uint16_t>(v[i]);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), pack_u16(x));
 }
 static inline void store_u8(std::uint8_t* p, I x) {
-  alignas(32) std::uint32_t v[16];
-  istore(v, x);
-  for (int i = 0; i < 16; ++i) p[i] = static_cast<std::uint8_t>(v[i]);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), pack_u8(x));
 }
 
 // Sixteen codes of a row, from input `i` on, as pairs of sixteen-bit numbers: inputs 0 and 2 of each
@@ -149,27 +163,58 @@ static inline float max_lanes(F x) {
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
 static inline std::int32_t sum_lanes(I x) {
-  alignas(32) std::uint32_t v[16];
-  istore(v, x);
-  std::uint32_t r = 0;
-  for (int i = 0; i < 16; ++i) r += v[i];
-  return static_cast<std::int32_t>(r);
+  const __m256i b = _mm256_add_epi32(x.a, x.b);
+  __m128i c = _mm_add_epi32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+  c = _mm_add_epi32(c, _mm_shuffle_epi32(c, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(c, _mm_shuffle_epi32(c, 0xb1)));
 }
 static inline std::uint32_t umax_lanes(I x) {
-  alignas(32) std::uint32_t v[16];
-  istore(v, x);
-  std::uint32_t r = 0;
-  for (int i = 0; i < 16; ++i) r = v[i] > r ? v[i] : r;
-  return r;
+  const __m256i b = _mm256_max_epu32(x.a, x.b);
+  __m128i c = _mm_max_epu32(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1));
+  c = _mm_max_epu32(c, _mm_shuffle_epi32(c, 0x4e));
+  c = _mm_max_epu32(c, _mm_shuffle_epi32(c, 0xb1));
+  return static_cast<std::uint32_t>(_mm_cvtsi128_si32(c));
+}
+
+// Turns eight rows of eight lanes into columns.
+static inline void transpose8(const __m256i r[8], __m256i columns[8]) {
+  __m256i t[8], u[8];
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; ++i) {
+    u[4 * i] = _mm256_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    u[4 * i + 1] = _mm256_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    u[4 * i + 2] = _mm256_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    u[4 * i + 3] = _mm256_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    columns[i] = _mm256_permute2x128_si256(u[i], u[i + 4], 0x20);
+    columns[i + 4] = _mm256_permute2x128_si256(u[i], u[i + 4], 0x31);
+  }
 }
 
 static inline void transpose(I r[16]) {
-  alignas(32) std::uint32_t rows[16][16], columns[16][16];
-  for (int i = 0; i < 16; ++i) istore(rows[i], r[i]);
-  for (int i = 0; i < 16; ++i) {
-    for (int j = 0; j < 16; ++j) columns[j][i] = rows[i][j];
+  for (int half = 0; half < 2; ++half) {
+    __m256i a[8], b[8], columns[2][8];
+    for (int i = 0; i < 8; ++i) {
+      a[i] = r[8 * half + i].a;
+      b[i] = r[8 * half + i].b;
+    }
+    transpose8(a, columns[0]);
+    transpose8(b, columns[1]);
+    for (int i = 0; i < 8; ++i) {
+      r[8 * half + i].a = columns[0][i];
+      r[8 * half + i].b = columns[1][i];
+    }
   }
-  for (int i = 0; i < 16; ++i) r[i] = iload(columns[i]);
+  // The blocks off the diagonal change places.
+  for (int i = 0; i < 8; ++i) {
+    const __m256i block = r[i].b;
+    r[i].b = r[8 + i].a;
+    r[8 + i].a = block;
+  }
 }
 
 }  // namespace avx2
