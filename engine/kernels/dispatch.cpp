@@ -74,7 +74,7 @@ std::int64_t attention_state_floats(std::int64_t head_dim) {
 }
 
 std::int64_t attention_scratch_floats(std::int64_t head_dim, std::int64_t num_queries) {
-  const std::int64_t padded = round_up(head_dim, 32), queries = round_up(num_queries, 16);
+  const std::int64_t padded = round_up(head_dim, 64), queries = round_up(num_queries, 16);
   const std::int64_t chunk_floats = 2 * padded * kKeyChunk + 2 * kKeyChunk;
   const std::int64_t tile_floats = 16 * kKeyChunk + 16 * kKeyChunk / 2;  // scores, weights
   // The query itself, two states, and its place in a list.

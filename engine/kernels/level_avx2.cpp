@@ -7,7 +7,9 @@
 
 #include "vec_avx2.h"
 
+#include "avx2_attention_impl.h"
 #include "avx2_linear_impl.h"
+#define PDMESH_ATTEND attend_by_format
 #include "level_impl.h"
 
 const pdmesh::Kernels* pdmesh::avx2_kernels() { return avx2::table("avx2"); }
