@@ -21,32 +21,33 @@ struct Int4Dots {
   __attribute__((always_inline)) static inline void sums(const std::uint8_t* weights,
                                                          const std::int8_t* codes,
                                                          std::int64_t stride,
-                                                         __m256i (*out)[kVectors]) {
+                                                         __m256i (*out)[kVectors<R>]) {
     const __m256i nibble = _mm256_set1_epi8(15);
 #pragma GCC unroll 12
-    for (int i = 0; i < R * kVectors; ++i) out[i / kVectors][i % kVectors] = _mm256_setzero_si256();
+    for (int i = 0; i < R * kVectors<R>; ++i)
+      out[i / kVectors<R>][i % kVectors<R>] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
       const int step = i / 2, upper = i % 2;
-      __m256i w[kVectors];
-#pragma GCC unroll 2
-      for (int c = 0; c < kVectors; ++c) {
+      __m256i w[kVectors<R>];
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors<R>; ++c) {
         w[c] = load_vector(weights + step * kStepBytes + c * 32);
         w[c] = _mm256_and_si256(upper ? _mm256_srli_epi16(w[c], 4) : w[c], nibble);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m256i x = broadcast_four_bytes(codes + r * stride + upper * 16 + step * 4);
-#pragma GCC unroll 2
-        for (int c = 0; c < kVectors; ++c) {
+#pragma GCC unroll 4
+        for (int c = 0; c < kVectors<R>; ++c) {
           out[r][c] = kept(_mm256_add_epi16(out[r][c], _mm256_maddubs_epi16(w[c], x)));
         }
       }
     }
 #pragma GCC unroll 12
-    for (int i = 0; i < R * kVectors; ++i) {
-      out[i / kVectors][i % kVectors] =
-          _mm256_madd_epi16(out[i / kVectors][i % kVectors], _mm256_set1_epi16(1));
+    for (int i = 0; i < R * kVectors<R>; ++i) {
+      out[i / kVectors<R>][i % kVectors<R>] =
+          _mm256_madd_epi16(out[i / kVectors<R>][i % kVectors<R>], _mm256_set1_epi16(1));
     }
   }
 };
@@ -64,14 +65,15 @@ struct Int8Dots {
   __attribute__((always_inline)) static inline void sums(const std::uint8_t* weights,
                                                          const std::int8_t* codes,
                                                          std::int64_t stride,
-                                                         __m256i (*out)[kVectors]) {
+                                                         __m256i (*out)[kVectors<R>]) {
 #pragma GCC unroll 12
-    for (int i = 0; i < R * kVectors; ++i) out[i / kVectors][i % kVectors] = _mm256_setzero_si256();
+    for (int i = 0; i < R * kVectors<R>; ++i)
+      out[i / kVectors<R>][i % kVectors<R>] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int step = 0; step < 8; ++step) {
-      __m256i w[kVectors], size[kVectors];
-#pragma GCC unroll 2
-      for (int c = 0; c < kVectors; ++c) {
+      __m256i w[kVectors<R>], size[kVectors<R>];
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors<R>; ++c) {
         w[c] = _mm256_xor_si256(load_vector(weights + step * kStepBytes + c * 32),
                                 _mm256_set1_epi8(-128));
         size[c] = _mm256_abs_epi8(w[c]);
@@ -79,8 +81,8 @@ struct Int8Dots {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const __m256i x = broadcast_four_bytes(codes + r * stride + step * 4);
-#pragma GCC unroll 2
-        for (int c = 0; c < kVectors; ++c) {
+#pragma GCC unroll 4
+        for (int c = 0; c < kVectors<R>; ++c) {
           const __m256i pairs = _mm256_maddubs_epi16(size[c], _mm256_sign_epi8(x, w[c]));
           out[r][c] =
               kept(_mm256_add_epi32(out[r][c], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
@@ -95,16 +97,17 @@ template <class Dots, int R>
 __attribute__((noinline)) static void grouped_pass(const Pass& pass, const Activations& x) {
   const std::int64_t groups = x.groups, stride = groups * kGroup;
   const std::int8_t* codes = x.codes + pass.row * stride;
-  __m256 sums[R][kVectors];
+  __m256 sums[R][kVectors<R>];
 #pragma GCC unroll 12
-  for (int i = 0; i < R * kVectors; ++i) sums[i / kVectors][i % kVectors] = _mm256_setzero_ps();
+  for (int i = 0; i < R * kVectors<R>; ++i)
+    sums[i / kVectors<R>][i % kVectors<R>] = _mm256_setzero_ps();
   for (std::int64_t group = 0; group < groups; ++group) {
     const std::uint8_t* block = pass.unit + group * Dots::kBlockBytes;
     fetch(pass.ahead, group);
-    __m256i dots[R][kVectors];
+    __m256i dots[R][kVectors<R>];
     Dots::template sums<R>(block + pass.first_vector * 32, codes + group * kGroup, stride, dots);
-#pragma GCC unroll 2
-    for (int c = 0; c < kVectors; ++c) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kVectors<R>; ++c) {
       const __m256 scale = Dots::scale(block, pass.first_vector + c);
       const __m256 minimum = Dots::minimum(block, pass.first_vector + c);
 #pragma GCC unroll 8
@@ -120,10 +123,10 @@ __attribute__((noinline)) static void grouped_pass(const Pass& pass, const Activ
     }
   }
 #pragma GCC unroll 12
-  for (int i = 0; i < R * kVectors; ++i) {
+  for (int i = 0; i < R * kVectors<R>; ++i) {
     float* out =
-        pass.out + i / kVectors * kUnit + (pass.first_vector + i % kVectors) * kVectorOutputs;
-    _mm256_storeu_ps(out, sums[i / kVectors][i % kVectors]);
+        pass.out + i / kVectors<R> * kUnit + (pass.first_vector + i % kVectors<R>)*kVectorOutputs;
+    _mm256_storeu_ps(out, sums[i / kVectors<R>][i % kVectors<R>]);
   }
 }
 

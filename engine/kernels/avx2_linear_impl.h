@@ -7,26 +7,32 @@
 namespace pdmesh {
 namespace PDMESH_LEVEL {
 
+// Multiplies `count` rows with a unit. `pass` says where, but not with which of the unit's outputs.
 template <int R>
-static void multiply_block(WeightFormat format, bool is_expanded, std::int64_t count,
-                           const Pass& pass, const Activations& x) {
+static void multiply_block(const Linear& weights, const std::uint8_t* stored, std::int64_t count,
+                           Pass pass, const Activations& x) {
   if constexpr (R < kBlockRows) {
     if (count > R) {
-      multiply_block<R + 1>(format, is_expanded, count, pass, x);
+      multiply_block<R + 1>(weights, stored, count, pass, x);
       return;
     }
   }
-  switch (format) {
-    case WeightFormat::kInt8: wide_pass<ByteWeights, R>(pass, x); break;
-    case WeightFormat::kInt4Channel:
-      if (is_expanded) {
-        wide_pass<PairWeights, R>(pass, x);
-      } else {
-        channel_pass(pass, x);
-      }
-      break;
-    case WeightFormat::kInt8Grouped: grouped_pass<Int8Dots, R>(pass, x); break;
-    default: grouped_pass<Int4Dots, R>(pass, x); break;
+  constexpr int num_passes = kUnitVectors / kVectors<R>;
+  for (int i = 0; i < num_passes; ++i) {
+    pass.first_vector = i * kVectors<R>;
+    if (pass.row == 0) pass.ahead = share_of_fetching(weights, stored, i, num_passes);
+    switch (weights.format) {
+      case WeightFormat::kInt8: wide_pass<ByteWeights, R>(pass, x); break;
+      case WeightFormat::kInt4Channel:
+        if (pass.unit == stored) {
+          channel_pass(pass, x);
+        } else {
+          wide_pass<PairWeights, R>(pass, x);
+        }
+        break;
+      case WeightFormat::kInt8Grouped: grouped_pass<Int8Dots, R>(pass, x); break;
+      default: grouped_pass<Int4Dots, R>(pass, x); break;
+    }
   }
 }
 
@@ -44,17 +50,13 @@ static void linear(const Linear& weights, const Activations& x, std::int64_t row
     const std::uint8_t* stored = weights.data + unit * bytes;
     const float* channel_scales = weights.scales + (weights.scales ? unit * kUnit : 0);
     if (is_expanded) expand_pairs(stored, weights.k, scratch);
+    const std::uint8_t* unit_data = is_expanded ? scratch : stored;
     for (std::int64_t tile = 0; tile < rows; tile += kTileRows) {
       // Wide activations lie together in tiles.
       const std::int64_t left = rows - tile < kTileRows ? rows - tile : kTileRows;
       for_blocks(left, kBlockRows, [&](std::int64_t row, std::int64_t count) {
         row += tile;
-        for (int half = 0; half < 2; ++half) {
-          const Ahead ahead = row == 0 ? share_of_fetching(weights, stored, half, 2) : Ahead{};
-          multiply_block<1>(
-              weights.format, is_expanded, count,
-              {is_expanded ? scratch : stored, channel_scales, ahead, row, half * 2, sums}, x);
-        }
+        multiply_block<1>(weights, stored, count, {unit_data, channel_scales, {}, row, 0, sums}, x);
         finish(sums, epilogue, row, count, unit);
       });
     }

@@ -11,9 +11,11 @@ namespace pdmesh {
 namespace PDMESH_LEVEL {
 
 constexpr int kVectorOutputs = 8;
-// Registers of outputs, and rows, that are multiplied together: sums fill twelve of sixteen
-// registers.
-constexpr int kVectors = 2, kBlockRows = 6;
+// At most so many rows are multiplied together, and with so many registers of outputs: sums fill
+// twelve of sixteen registers. Few rows take a unit whole, as it comes from memory.
+constexpr int kBlockRows = 6, kUnitVectors = kUnit / kVectorOutputs;
+template <int R>
+constexpr int kVectors = R <= 3 ? kUnitVectors : 2;
 // Bytes from four inputs to the next four: all outputs of a unit.
 constexpr int kStepBytes = 4 * kUnit;
 

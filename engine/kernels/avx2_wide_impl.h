@@ -41,13 +41,17 @@ struct WideSum {
 
 template <int R>
 static inline void store_wide_sums(const Pass& pass, const Activations& x,
-                                   const WideSum (*sums)[kVectors]) {
+                                   const WideSum (*sums)[kVectors<R>]) {
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    const int output = pass.first_vector * kVectorOutputs;
-    const F value = wide_sum({sums[r][0].high, sums[r][1].high}, {sums[r][0].low, sums[r][1].low}, x,
-                             pass.row + r, load(pass.channel_scales + output));
-    store(pass.out + r * kUnit + output, value);
+#pragma GCC unroll 4
+    for (int c = 0; c < kVectors<R>; c += 2) {
+      const int output = (pass.first_vector + c) * kVectorOutputs;
+      const I high = {sums[r][c].high, sums[r][c + 1].high},
+              low = {sums[r][c].low, sums[r][c + 1].low};
+      store(pass.out + r * kUnit + output,
+            wide_sum(high, low, x, pass.row + r, load(pass.channel_scales + output)));
+    }
   }
 }
 
@@ -57,33 +61,33 @@ __attribute__((noinline)) static void wide_pass(const Pass& pass, const Activati
   const std::int64_t k = x.groups * kGroup;
   const std::int8_t* codes = x.codes + wide_row_offset(pass.row, k);
   const std::uint8_t* weights = pass.unit + pass.first_vector * 32;
-  WideSum total[R][kVectors];
+  WideSum total[R][kVectors<R>];
 #pragma GCC unroll 12
-  for (int i = 0; i < R * kVectors; ++i) {
-    total[i / kVectors][i % kVectors] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  for (int i = 0; i < R * kVectors<R>; ++i) {
+    total[i / kVectors<R>][i % kVectors<R>] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
   }
   for (std::int64_t start = 0; start < k; start += kExactInputs) {
     const std::int64_t end = start + kExactInputs < k ? start + kExactInputs : k;
-    __m256i sums[R][kVectors];
+    __m256i sums[R][kVectors<R>];
 #pragma GCC unroll 12
-    for (int i = 0; i < R * kVectors; ++i) {
-      sums[i / kVectors][i % kVectors] = _mm256_setzero_si256();
+    for (int i = 0; i < R * kVectors<R>; ++i) {
+      sums[i / kVectors<R>][i % kVectors<R>] = _mm256_setzero_si256();
     }
     for (std::int64_t i = start; i < end; i += kGroup, codes += kPairsBytes) {
       fetch(pass.ahead, i / kGroup);
       for (int step = 0; step < kGroup / 4; ++step, weights += Weights::kStepBytes) {
 #pragma GCC unroll 2
         for (int odd = 0; odd < 2; ++odd) {
-          __m256i w[kVectors];
-#pragma GCC unroll 2
-          for (int c = 0; c < kVectors; ++c) {
+          __m256i w[kVectors<R>];
+#pragma GCC unroll 4
+          for (int c = 0; c < kVectors<R>; ++c) {
             w[c] = odd ? Weights::odd(weights + c * 32) : Weights::even(weights + c * 32);
           }
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
             const __m256i pair = broadcast_four_bytes(codes + r * kTileInputs + step * 8 + odd * 4);
-#pragma GCC unroll 2
-            for (int c = 0; c < kVectors; ++c) {
+#pragma GCC unroll 4
+            for (int c = 0; c < kVectors<R>; ++c) {
               sums[r][c] = kept(_mm256_add_epi32(sums[r][c], _mm256_madd_epi16(w[c], pair)));
             }
           }
@@ -91,8 +95,8 @@ __attribute__((noinline)) static void wide_pass(const Pass& pass, const Activati
       }
     }
 #pragma GCC unroll 12
-    for (int i = 0; i < R * kVectors; ++i) {
-      total[i / kVectors][i % kVectors].add(sums[i / kVectors][i % kVectors]);
+    for (int i = 0; i < R * kVectors<R>; ++i) {
+      total[i / kVectors<R>][i % kVectors<R>].add(sums[i / kVectors<R>][i % kVectors<R>]);
     }
   }
   store_wide_sums<R>(pass, x, total);
@@ -156,13 +160,13 @@ static void expand_pairs(const std::uint8_t* unit, std::int64_t k, std::uint8_t*
 static void channel_pass(const Pass& pass, const Activations& x) {
   const std::int64_t k = x.groups * kGroup;
   const std::int8_t* codes = x.codes + wide_row_offset(pass.row, k);
-  WideSum total[1][kVectors] = {};
+  WideSum total[1][kVectors<1>] = {};
   for (std::int64_t i = 0; i < k; i += kTileInputs, codes += 2 * kPairsBytes) {
     const std::uint8_t* block = pass.unit + i / kTileInputs * kChannelBytes;
     fetch(pass.ahead, i / kGroup);
     fetch(pass.ahead, i / kGroup + 1);
-#pragma GCC unroll 2
-    for (int c = 0; c < kVectors; ++c) {
+#pragma GCC unroll 4
+    for (int c = 0; c < kVectors<1>; ++c) {
       const ChannelVector weights(block, pass.first_vector + c);
       __m256i sums[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 #pragma GCC unroll 2
