@@ -115,11 +115,12 @@ static void for_each_segment(const AttentionTask& task, const Visit& visit) {
 
 // Has chunks fetched while the one at `start` is computed: the one some places on, in this task or
 // the next, and those of the next that a short task would leave out.
-static void prefetch_ahead(const AttentionTask& task, std::int64_t start) {
+template <class Fetch>
+static void prefetch_ahead(const AttentionTask& task, std::int64_t start, Fetch& fetch) {
   constexpr std::int64_t kAhead = 2 * kKeyChunk;
   const std::int64_t first = task.first_key, end = task.end_key;
   if (start + kAhead < end) {
-    prefetch_chunk(task, start + kAhead, end);
+    prefetch_chunk(task, start + kAhead, end, fetch);
     return;
   }
   if (task.next == nullptr) return;
@@ -128,15 +129,16 @@ static void prefetch_ahead(const AttentionTask& task, std::int64_t start) {
   const std::int64_t target = next_first + start + kAhead - chunks_end;
   for (std::int64_t key = start == first ? next_first : target; key <= target && key < next_end;
        key += kKeyChunk) {
-    prefetch_chunk(*task.next, key, next_end);
+    prefetch_chunk(*task.next, key, next_end, fetch);
   }
 }
 
 // Calls `visit` with the first key and the number of keys of each chunk of a segment.
-template <class Visit>
-static void for_each_chunk(const AttentionTask& task, const Segment& segment, const Visit& visit) {
+template <class Fetch, class Visit>
+static void for_each_chunk(const AttentionTask& task, const Segment& segment, Fetch& fetch,
+                           const Visit& visit) {
   for (std::int64_t start = segment.first_key; start < segment.last_key; start += kKeyChunk) {
-    prefetch_ahead(task, start);
+    prefetch_ahead(task, start, fetch);
     const std::int64_t left = segment.last_key - start;
     visit(start, static_cast<int>(left < kKeyChunk ? left : kKeyChunk));
   }
@@ -177,7 +179,7 @@ class RowAttention {
         open_state(states_ + i * state_floats_, padded_);
       }
     }
-    for_each_chunk(task_, segment,
+    for_each_chunk(task_, segment, products_.fetch,
                    [this](std::int64_t start, int count) { attend_chunk(start, count); });
     for (std::int64_t i = segment.first_query; i < num_queries_; ++i) {
       float* state = states_ + i * state_floats_;

@@ -265,6 +265,39 @@ static void unpack_chunk(const std::uint8_t* const* rows, int count, std::int64_
   }
 }
 
+// Rows to be fetched, a part with each tile of keys: all at once they would hold up what computes.
+class FetchQueue {
+ public:
+  // A task fetches for its own head only, as it goes along.
+  void operator()(const std::uint8_t* rows, std::int64_t bytes, std::int64_t, std::int64_t) {
+    if (first_ == last_) first_ = last_ = num_lines_ = 0;
+    if (last_ == kMaxRuns) return;
+    runs_[last_++] = {rows, bytes};
+    num_lines_ += (bytes + 63) / 64;
+  }
+
+  // A tile's part of them.
+  void advance() {
+    for (std::int64_t lines = num_lines_ / (kKeyChunk / kTileKeys) + 1; first_ < last_; ++first_) {
+      Run& run = runs_[first_];
+      for (; run.bytes > 0; run.rows += 64, run.bytes -= 64) {
+        if (lines-- == 0) return;
+        __builtin_prefetch(run.rows, 0, 3);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kMaxRuns = 64;
+  struct Run {
+    const std::uint8_t* rows;
+    std::int64_t bytes;
+  };
+  Run runs_[kMaxRuns];
+  int first_ = 0, last_ = 0;
+  std::int64_t num_lines_ = 0;
+};
+
 // Calls `visit` with each of the blocks that `count` queries are cut into: the first query, and how
 // many as a type.
 template <class Visit>
@@ -300,6 +333,7 @@ class NarrowProducts {
     for (int i = count; i % kTileKeys != 0; ++i) rows_.keys[i] = rows_.keys[count - 1];
     if (are_few_) return;
     for (int key = 0; key < count; key += kTileKeys) {
+      fetch.advance();
       load_key_tile<kFormat>(rows_.keys + key, head_dim_, keys_ + key * query_floats_);
     }
     unpack_chunk<kFormat>(rows_.values, count, head_dim_, values_);
@@ -322,6 +356,8 @@ class NarrowProducts {
                         _mm256_permute2f128_ps(low, high, 0x31)});
     }
   }
+
+  FetchQueue fetch;
 
  private:
   // Pairs of dimensions of two steps side by side, as keys have them.
@@ -357,6 +393,7 @@ class NarrowProducts {
     for (; key < visible; key += kTileKeys) {
       const float* tile = keys_ + key * query_floats_;
       if (are_few_) {
+        fetch.advance();
         load_key_tile<kFormat>(rows_.keys + key, head_dim_, keys_);
         tile = keys_;
       }

@@ -183,16 +183,20 @@ static void load_values(const std::uint8_t* const* rows, int count, std::int64_t
   }
 }
 
-// The same rows of several heads, one head after the other.
-static inline void prefetch_heads(const std::uint8_t* rows, std::int64_t bytes,
-                                  std::int64_t head_bytes, std::int64_t num_heads) {
-  for (std::int64_t head = 0; head < num_heads; ++head, rows += head_bytes) {
-    for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows + i, 0, 3);
+// Fetches the same rows of several heads at once, one head after the other.
+struct FetchNow {
+  void operator()(const std::uint8_t* rows, std::int64_t bytes, std::int64_t head_bytes,
+                  std::int64_t num_heads) const {
+    for (std::int64_t head = 0; head < num_heads; ++head, rows += head_bytes) {
+      for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(rows + i, 0, 3);
+    }
   }
-}
+};
 
 // Starts fetching a chunk's rows: they lie in blocks far apart, where the hardware cannot guess.
-static void prefetch_chunk(const AttentionTask& task, std::int64_t first_key, std::int64_t end) {
+template <class Fetch>
+static void prefetch_chunk(const AttentionTask& task, std::int64_t first_key, std::int64_t end,
+                           Fetch& fetch) {
   const KvView& kv = task.kv;
   const std::int64_t row_bytes = kv.head_dim * element_bytes(kv.format);
   const bool has_scales = element_bytes(kv.format) == 1;
@@ -204,12 +208,12 @@ static void prefetch_chunk(const AttentionTask& task, std::int64_t first_key, st
     const std::uint8_t* keys = block + kv.key_offset + in_block * row_bytes;
     const std::uint8_t* values = block + kv.value_offset + in_block * row_bytes;
     const std::int64_t heads = task.fetched_heads, head_bytes = kv.block_size * row_bytes;
-    prefetch_heads(keys, run * row_bytes, head_bytes, heads);
-    prefetch_heads(values, run * row_bytes, head_bytes, heads);
+    fetch(keys, run * row_bytes, head_bytes, heads);
+    fetch(values, run * row_bytes, head_bytes, heads);
     if (has_scales) {
       const std::uint8_t* scales = block + in_block * 4;
-      prefetch_heads(scales + kv.key_scale_offset, run * 4, kv.block_size * 4, heads);
-      prefetch_heads(scales + kv.value_scale_offset, run * 4, kv.block_size * 4, heads);
+      fetch(scales + kv.key_scale_offset, run * 4, kv.block_size * 4, heads);
+      fetch(scales + kv.value_scale_offset, run * 4, kv.block_size * 4, heads);
     }
     key += run;
   }

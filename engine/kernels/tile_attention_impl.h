@@ -269,6 +269,8 @@ class TileProducts {
     }
   }
 
+  FetchNow fetch;
+
  private:
   std::int64_t stride() const { return attention_state_floats(padded_); }
   std::uint32_t* block_queries(std::int64_t i) const { return queries_ + i * padded_ / 2; }

@@ -69,7 +69,8 @@ class ColumnAttention {
       }
       store(state.largest, set1(kLowestScore));
     }
-    for_each_chunk(task_, segment, [this](std::int64_t start, int count) {
+    FetchNow fetch;
+    for_each_chunk(task_, segment, fetch, [this](std::int64_t start, int count) {
       chunk_.load(start, count);
       chunk_.with_values([this](const auto& values) { transpose_values(values); });
       const std::int64_t before = start - task_.first_position;

@@ -187,6 +187,8 @@ class VectorProducts {
   }
   void close_state(float*) const {}
 
+  FetchNow fetch;
+
  private:
   const AttentionTask& task_;
   Chunk chunk_;
