@@ -15,7 +15,6 @@ constexpr int kBlockDims = 2 * kStep;
 constexpr int kPairs = kStep / 2;  // of dimensions in a step
 constexpr int kTileKeys = 8;       // the first four keys in low halves, the others in high ones
 constexpr int kGroupQueries = 12;  // that meet a tile of keys while it is in the nearest cache
-constexpr int kFewQueries = 3;     // not worth it to keep what is unpacked for them
 #define PDMESH_INLINE static inline __attribute__((always_inline))
 
 static constexpr std::int64_t block_padded(std::int64_t head_dim) {
@@ -308,6 +307,11 @@ PDMESH_INLINE void for_each_block(int count, const Visit& visit) {
   if (i < count) visit(i, std::integral_constant<int, 1>());
 }
 
+// How many queries are so few that what is unpacked for one block of them is not worth keeping.
+static constexpr std::int64_t few_queries(KvFormat format) {
+  return format == KvFormat::kFp8E4m3 ? 3 : format == KvFormat::kInt8 ? 8 : kGroupQueries;
+}
+
 // See RowAttention.
 template <KvFormat kFormat>
 class NarrowProducts {
@@ -317,7 +321,7 @@ class NarrowProducts {
         head_dim_(task.kv.head_dim),
         padded_(padded_dims(head_dim_)),
         query_floats_(block_padded(head_dim_)),
-        are_few_(task.num_rows * task.num_heads <= kFewQueries && head_dim_ % kStep == 0),
+        are_few_(task.num_rows * task.num_heads <= few_queries(kFormat) && head_dim_ % kStep == 0),
         keys_(scratch.take(query_floats_ * kKeyChunk)),
         values_{scratch.take(padded_ * kKeyChunk)},
         scales_{scratch.take(kKeyChunk), scratch.take(kKeyChunk)},
@@ -332,11 +336,11 @@ class NarrowProducts {
     // A tile's last keys may be missing; nobody sees those in their place.
     for (int i = count; i % kTileKeys != 0; ++i) rows_.keys[i] = rows_.keys[count - 1];
     if (are_few_) return;
+    unpack_chunk<kFormat>(rows_.values, count, head_dim_, values_);
     for (int key = 0; key < count; key += kTileKeys) {
       fetch.advance();
       load_key_tile<kFormat>(rows_.keys + key, head_dim_, keys_ + key * query_floats_);
     }
-    unpack_chunk<kFormat>(rows_.values, count, head_dim_, values_);
   }
 
   void attend(const Query* queries, std::int64_t first, std::int64_t last) {
