@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,30 +10,23 @@ from engine.batcher import Batch, Batcher, ScheduledRequest
 from engine.block_marks import BlockMarks
 from engine.block_pool import BlockEvents, BlockPool
 from engine.block_residency import Residency
+from engine.committer import Committer
 from engine.layered_prefill import LayeredPrefill
 from engine.model_runner import Runner
-from engine.prompt_scores import score_prompts
 from engine.prompt_sources import PromptSources
+from engine.remote_kv_waits import RemoteKvWaits
 from engine.reports import EngineStats, StepReport
 from engine.request import (
     DuplicateRequest,
     EngineEvent,
-    FinishReason,
-    InvalidLogits,
     InvalidParameter,
-    PrefillProgress,
-    RemoteKvWanted,
     Request,
-    RequestFailed,
     RequestStatus,
     RequestTooLarge,
-    TokenOutput,
     TooManyWaiting,
 )
-from engine.sampling import SampledToken, Sampler, check_token_id
-from engine.speculation import count_accepted
-
-T = TypeVar("T")
+from engine.request_table import RequestTable
+from engine.sampling import Sampler, check_token_id
 
 
 class Engine:
@@ -62,10 +53,8 @@ class Engine:
         """`layered`: how prompts are computed beside decodes; None: always together with them."""
         self._runner = runner
         self._layered = layered
-        self._sampler = sampler
         self._batcher = batcher
         self._pool = pool
-        self._eos_token_ids = eos_token_ids
         self.max_model_len = min(max_model_len, pool.num_blocks * pool.block_size)
         self.block_size = pool.block_size
         self.num_blocks = pool.num_blocks
@@ -77,17 +66,22 @@ class Engine:
         self.max_num_batched_tokens = batcher.max_num_batched_tokens
         self.max_num_requests = batcher.max_num_seqs + max_num_waiting
         self._clock = clock
-        self._requests: dict[str, Request] = {}
-        # Blocks of finished requests, kept for another worker until `release_hold`.
-        self._held: dict[str, list[int]] = {}
-        # Blocks of aborted requests that a remote pull may still be writing to.
-        self._quarantined: dict[str, list[int]] = {}
+        self._prompts = PromptSources()
+        self._table = RequestTable(batcher, pool)
+        self._remote_kv = RemoteKvWaits(self._table, batcher, pool, self._prompts, clock)
+        self._committer = Committer(
+            sampler,
+            self._table,
+            batcher,
+            pool,
+            self._prompts,
+            eos_token_ids=eos_token_ids,
+            max_model_len=self.max_model_len,
+            clock=clock,
+        )
         # What decodes took in the last step that had no prompts in the same pass.
         self._decoding_s = 0.0
-        self._num_arrivals = 0
         self._num_steps = 0
-        self._num_invalid_logits = 0
-        self._prompts = PromptSources()
         # Only a call from outside can give the next step something to do.
         self.is_stalled = True
         # Called within `step`; may be replaced.
@@ -103,7 +97,7 @@ class Engine:
         batch = self._pick()
         # Evicted blocks are announced before the pass overwrites them.
         self._announce_blocks()
-        events = self._ask_for_remote_kv(batch)
+        events: list[EngineEvent] = [*map(self._remote_kv.ask, batch.remote_kv_wanted)]
         # First, so that the decodes' tokens go out as soon as they are there.
         events += self._carry_on(batch)
         if batch.scheduled:
@@ -147,87 +141,44 @@ class Engine:
         Its id must be free: neither in use nor owning blocks after its end.
         """
         self.check(request)
-        if any(
-            request.request_id in owners
-            for owners in (self._requests, self._held, self._quarantined)
-        ):
+        if self._table.is_known(request.request_id):
             raise DuplicateRequest(f"request {request.request_id} is known already")
-        if len(self._requests) >= self.max_num_requests:
-            raise TooManyWaiting(f"{len(self._requests)} requests are running or waiting already")
-        request.arrive(self._num_arrivals, self._clock())
-        self._num_arrivals += 1
-        self._requests[request.request_id] = request
-        self._batcher.add(request)
+        num_requests = len(self._table.requests)
+        if num_requests >= self.max_num_requests:
+            raise TooManyWaiting(f"{num_requests} requests are running or waiting already")
+        self._table.add(request, self._clock())
 
     def abort(self, request_id: str) -> bool:
         """Drop a request in whichever state it is; False if it is over already."""
-        request = self._requests.get(request_id)
+        request = self._table.requests.get(request_id)
         if request is None:
             return False
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-            self._quarantined[request_id] = _take(request.block_ids)
+            self._table.quarantine(request)
         if self._layered is not None:
             self._layered.drop([request])
-        self._retire(request)
+        self._table.retire(request)
         return True
 
     def release_hold(self, request_id: str) -> bool:
         """Give back the blocks of a finished `hold_blocks` request; False if there are none."""
-        return self._release_from(self._held, request_id)
+        return self._table.release_hold(request_id)
 
     def remote_kv_done(self, request_id: str, output_token_ids: Sequence[int] = ()) -> bool:
-        """The wanted blocks are written. False if nobody waits for them any more.
-
-        `output_token_ids` are those that a `remote_token` request did not know yet.
-        """
-        request = self._end_remote_wait(request_id)
-        if request is None:
-            return False
-        request.output_token_ids += output_token_ids
-        request.has_remote_kv = True
-        num_tokens = request.num_uncomputed_tokens - 1
-        self._prompts.came_from_elsewhere(request, num_tokens)
-        self._advance(request, num_tokens)
-        self._batcher.start_running(request)
-        return True
+        """Answer RemoteKvWanted: the blocks are written."""
+        return self._remote_kv.done(request_id, output_token_ids)
 
     def tiered_kv_done(self, request_id: str, num_blocks: int) -> bool:
-        """The first `num_blocks` of the wanted blocks are written, the others will not be.
-
-        False if nobody waits for them any more.
-        """
-        request = self._end_remote_wait(request_id)
-        if request is None:
-            return False
-        num_tokens = num_blocks * self._pool.block_size
-        self._batcher.count_tier_hit(request, num_tokens)
-        self._prompts.came_from_elsewhere(request, num_tokens)
-        self._advance(request, num_tokens, is_from_tiers=True)
-        self._batcher.start_running(request)
-        return True
+        """Answer RemoteKvWanted of a `tiered_kv` request: so many blocks are written."""
+        return self._remote_kv.tiered_done(request_id, num_blocks)
 
     def remote_kv_failed(self, request_id: str, output_token_ids: Sequence[int] = ()) -> bool:
-        """The wanted blocks will not come, and nothing writes to them any more.
-
-        The request computes its tokens here. False if nobody waits for it any more.
-        """
-        request = self._end_remote_wait(request_id)
-        if request is None:
-            return False
-        request.output_token_ids += output_token_ids
-        self._pool.release(request.block_ids)
-        self._start_over(request)
-        return True
+        """Answer RemoteKvWanted: the blocks will not come, and nothing writes to them."""
+        return self._remote_kv.failed(request_id, output_token_ids)
 
     def remote_kv_late(self, request_id: str) -> None:
-        """The wanted blocks are of no use any more, but may still be written to.
-
-        The request computes its tokens here, in others. These stay reserved for the answer.
-        """
-        request = self._end_remote_wait(request_id)
-        if request is not None:
-            self._quarantined[request_id] = _take(request.block_ids)
-            self._start_over(request)
+        """Do without an answer to RemoteKvWanted, which must still come."""
+        self._remote_kv.late(request_id)
 
     def load(self) -> EngineStats:
         """Count what the engine is doing."""
@@ -235,7 +186,7 @@ class Engine:
         return EngineStats(
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free_blocks,
-            num_leases=len(self._held),
+            num_leases=len(self._table.held),
             num_running=len(batcher.running),
             num_waiting=len(batcher.waiting) + len(batcher.waiting_for_remote),
             num_waiting_tokens=sum(
@@ -248,7 +199,7 @@ class Engine:
             num_preemptions=batcher.num_preemptions,
             num_recomputed_tokens=batcher.num_recomputed_tokens,
             num_steps=self._num_steps,
-            num_invalid_logits=self._num_invalid_logits,
+            num_invalid_logits=self._committer.num_invalid_logits,
             num_waiting_for_kv=len(batcher.waiting_for_remote),
             num_external_queries=self._prompts.num_external_queries,
             num_external_hits=self._prompts.num_external_hits,
@@ -299,177 +250,18 @@ class Engine:
         size = self.block_size
         return self._runner.execute(scheduled, on_kv_written)
 
-    def _announce_blocks(self) -> None:
-        events = self._pool.drain_events()
-        if events.stored or events.removed:
-            self.on_block_events(events)
-
-    def _ask_for_remote_kv(self, batch: Batch) -> list[EngineEvent]:
-        events: list[EngineEvent] = []
-        for request in batch.remote_kv_wanted:
-            first = request.num_computed_tokens // self._pool.block_size
-            end = self._pool.num_blocks_for(request.num_remote_tokens)
-            keys: list[bytes] = []
-            if request.tiered_kv:
-                keys = self._batcher.keys_not_cached(request)
-                end = first + len(keys)
-            block_ids = tuple(request.block_ids[first:end])
-            events.append(RemoteKvWanted(request.request_id, first, block_ids, tuple(keys)))
-            self._prompts.num_external_queries += request.num_uncomputed_tokens
-        return events
-
     def _commit(self, batch: Batch, logits: npt.NDArray[np.float32]) -> list[EngineEvent]:
-        """Record what a pass computed; a finished request gives its blocks back."""
-        tokens = self._sampler.sample(score_prompts(batch, logits), batch.sampling)
-        now = self._clock()
-        sampled = iter(tokens)
-        events: list[EngineEvent] = []
-        for item in batch.scheduled:
-            drawn = list(islice(sampled, item.num_sampled))
-            usable = _usable(drawn)
-            if drawn and not usable:
-                events.append(self._fail(item.request))
-                continue
-            self._advance(item.request, item.num_tokens)
-            if usable:
-                events += self._commit_tokens(item, usable, now)
-            else:
-                events.append(self._progress(item.request))
+        """Record what a pass computed, and tell those who wait for its blocks."""
+        events = self._committer.commit(batch, logits)
         if any(item.request.hold_blocks for item in batch.scheduled):
             self.on_filled()
         self._announce_blocks()
         return events
 
-    def _commit_tokens(
-        self, item: ScheduledRequest, drawn: Sequence[SampledToken], now: float
-    ) -> list[EngineEvent]:
-        """Record the token that was drawn, and those after guesses that proved right."""
-        request, draft = item.request, item.draft_token_ids
-        token_ids = [token.token_id for token in drawn]
-        # The KV of the last token that comes of a step is not computed yet.
-        num_accepted = min(count_accepted(draft, token_ids), len(drawn) - 1)
-        if draft:
-            self._batcher.observe_draft(item, num_accepted)
-        events: list[EngineEvent] = []
-        for index, token in enumerate(drawn[: num_accepted + 1]):
-            if index:
-                self._advance(request, 1)
-            output = self._commit_token(request, token, now)
-            events.append(output)
-            if output.is_last:
-                break
-        return events
-
-    def _advance(self, request: Request, num_tokens: int, *, is_from_tiers: bool = False) -> None:
-        """Count tokens as computed, and let others find the blocks that are now full."""
-        block_size = self._pool.block_size
-        num_full_before = request.num_computed_tokens // block_size
-        request.num_computed_tokens += num_tokens
-        num_full = request.num_computed_tokens // block_size
-        if num_full > len(request.block_keys):
-            self._pool.extend_keys(request.block_keys, request.token_ids, request.cache_salt)
-        filled = slice(num_full_before, num_full)
-        self._pool.mark_filled(request.block_ids[filled])
-        # No keys: prefix caching is off.
-        for block_id, key in zip(
-            request.block_ids[filled], request.block_keys[filled], strict=False
-        ):
-            self._pool.register(block_id, key, is_from_tiers=is_from_tiers)
-
-    def _commit_token(self, request: Request, token: SampledToken, now: float) -> TokenOutput:
-        prompt_logprobs = tuple(_take(request.prompt_logprobs))
-        request.append(token.token_id, now)
-        if request.num_sampled_tokens == 1:
-            self._prompts.count(request)
-        reason = request.finish_reason(self._eos_token_ids, self.max_model_len)
-        if reason is None and not request.hold_blocks:
-            is_first = request.num_sampled_tokens == 1
-            return TokenOutput(
-                request.request_id,
-                token.token_id,
-                token.logprobs,
-                timings_so_far=request.timings(now) if is_first else None,
-                prompt_logprobs=prompt_logprobs,
-                num_cached_tokens=(request.num_cached_tokens or 0) if is_first else 0,
-            )
-        held_block_ids: tuple[int, ...] = ()
-        if reason is None:
-            self._held[request.request_id] = _take(request.block_ids)
-            held_block_ids = tuple(self._held[request.request_id])
-            # It may have room left that nobody will use.
-            self._pool.mark_filled(held_block_ids[-1:])
-            self._pool.mark_next_token(held_block_ids[-1], token.token_id)
-        generations = tuple(self._pool.generations_of(held_block_ids))
-        self._retire(request)
-        return TokenOutput(
-            request.request_id,
-            token.token_id,
-            token.logprobs,
-            finish_reason=reason,
-            matched_stop_token_id=token.token_id if reason is FinishReason.STOP else None,
-            timings=request.timings(now),
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            num_preemptions=request.num_preemptions,
-            held_block_ids=held_block_ids,
-            held_block_generations=generations,
-            num_held_tokens=request.num_computed_tokens if held_block_ids else 0,
-            sampled_at=now,
-        )
-
-    def _progress(self, request: Request) -> PrefillProgress:
-        num_computed_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        block_ids = tuple(request.block_ids) if request.hold_blocks else ()
-        generations = tuple(self._pool.generations_of(block_ids))
-        return PrefillProgress(request.request_id, num_computed_tokens, block_ids, generations)
-
-    def _fail(self, request: Request) -> RequestFailed:
-        # A row gone wrong may come from what the cache holds: nobody shall find it again.
-        self._pool.forget(request.block_ids)
-        self._num_invalid_logits += 1
-        self._retire(request)
-        message = f"no usable distribution at position {request.num_tokens}"
-        return RequestFailed(request.request_id, InvalidLogits(message))
-
-    def _retire(self, request: Request) -> None:
-        self._batcher.remove(request)
-        self._pool.release(request.block_ids)
-        request.status = RequestStatus.FINISHED
-        del self._requests[request.request_id]
-
-    def _end_remote_wait(self, request_id: str) -> Request | None:
-        """Take a request off its wait for remote KV, or its blocks out of quarantine."""
-        if self._release_from(self._quarantined, request_id):
-            return None
-        request = self._requests.get(request_id)
-        if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
-            return None
-        self._batcher.remove(request)
-        request.awaits_remote_kv = False
-        return request
-
-    def _start_over(self, request: Request) -> None:
-        """Queue a request again that has no blocks any more."""
-        request.num_computed_tokens = 0
-        request.enter(RequestStatus.WAITING, self._clock())
-        self._batcher.add(request)
-
-    def _release_from(self, owners: dict[str, list[int]], request_id: str) -> bool:
-        block_ids = owners.pop(request_id, None)
-        if block_ids is None:
-            return False
-        self._pool.release(block_ids)
-        return True
-
-
-def _usable(drawn: Sequence[SampledToken | None]) -> list[SampledToken]:
-    """The tokens before the first row that is no usable distribution."""
-    usable: list[SampledToken] = []
-    for token in drawn:
-        if token is None:
-            break
-        usable.append(token)
-    return usable
+    def _announce_blocks(self) -> None:
+        events = self._pool.drain_events()
+        if events.stored or events.removed:
+            self.on_block_events(events)
 
 
 def _report(batch: Batch, duration_s: float, residency: Residency) -> StepReport:
@@ -482,10 +274,3 @@ def _report(batch: Batch, duration_s: float, residency: Residency) -> StepReport
         preempted_request_ids=tuple(request.request_id for request in batch.preempted),
         residency=residency,
     )
-
-
-def _take(items: list[T]) -> list[T]:
-    """Move blocks, or what else a list holds, to a new owner."""
-    taken = items.copy()
-    items.clear()
-    return taken

@@ -36,6 +36,6 @@ def assert_idle(engine: Engine) -> None:
     load = engine.load()
     assert load.num_free_blocks == load.num_blocks
     assert (load.num_leases, load.num_running, load.num_waiting) == (0, 0, 0)
-    assert not engine._requests
-    assert not engine._quarantined
+    assert not engine._table.requests
+    assert not engine._table.quarantined
     assert engine._pool._num_owners == [0] * load.num_blocks

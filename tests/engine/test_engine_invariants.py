@@ -179,9 +179,9 @@ class EngineMachine(RuleBasedStateMachine):
         owned = Counter(
             block_id
             for block_ids in (
-                *(request.block_ids for request in engine._requests.values()),
-                *engine._held.values(),
-                *engine._quarantined.values(),
+                *(request.block_ids for request in engine._table.requests.values()),
+                *engine._table.held.values(),
+                *engine._table.quarantined.values(),
             )
             for block_id in block_ids
         )
@@ -191,9 +191,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_tables_hold_what_the_caller_knows(self) -> None:
-        assert set(self.engine._requests) == set(self.live)
-        assert set(self.engine._held) == self.held
-        assert set(self.engine._quarantined) == set(self.wanted) - set(self.live)
+        assert set(self.engine._table.requests) == set(self.live)
+        assert set(self.engine._table.held) == self.held
+        assert set(self.engine._table.quarantined) == set(self.wanted) - set(self.live)
 
     @invariant()
     def what_can_be_found_was_computed(self) -> None:
@@ -297,7 +297,7 @@ async def test_five_hundred_requests_aborted_in_all_states_leave_nothing_in_redi
         assert await redis.keys("mesh:{m}:block:*") == []
         await redis.aclose()
     assert held
-    assert not machine.engine._requests
+    assert not machine.engine._table.requests
     assert set(machine.engine._pool._num_owners) == {0}
     assert set(storm.states) == set(RequestStatus) - {RequestStatus.FINISHED}
     assert sum(storm.states.values()) > 250
