@@ -84,9 +84,10 @@ class RemoteKvWaits:
     def late(self, request_id: str) -> None:
         """The wanted blocks are of no use any more, but may still be written to.
 
-        The request computes its tokens here, in others. These stay reserved for the answer.
+        The request computes its tokens here, in others. These stay reserved for the answer,
+        as they do where the request was aborted before.
         """
-        request = self._end(request_id)
+        request = self._leave(request_id)
         if request is not None:
             self._table.quarantine(request)
             self._start_over(request)
@@ -95,6 +96,10 @@ class RemoteKvWaits:
         """Take a request off its wait, or its blocks out of quarantine."""
         if self._table.release_quarantined(request_id):
             return None
+        return self._leave(request_id)
+
+    def _leave(self, request_id: str) -> Request | None:
+        """Take a request off its wait; None if it waits no more."""
         request = self._table.requests.get(request_id)
         if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             return None

@@ -254,6 +254,19 @@ def test_a_request_that_does_not_wait_for_its_answer_any_more_computes_in_other_
     assert is_idle(engine)
 
 
+def test_blocks_of_an_aborted_request_stay_reserved_when_it_is_also_late() -> None:
+    # KV-21
+    engine = make_engine()
+    wanted = wanted_of(engine, Request("r", prompt_of(18), GREEDY, tiered_kv=True))
+
+    engine.abort("r")
+    engine.remote_kv_late("r")
+
+    assert engine.load().num_free_blocks <= engine.num_blocks - len(wanted.block_ids)
+    assert not engine.tiered_kv_done("r", 0)
+    assert is_idle(engine)
+
+
 def prompt_sources(engine: Engine) -> tuple[int, int, int]:
     """Prompt tokens computed here, cached here, and from elsewhere."""
     load = engine.load()
