@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteKvSink(Protocol):
-    """What an import tells the engine: one of the two, once."""
+    """What an import tells the engine: how it ended, and perhaps again what it said before."""
 
     def remote_kv_done(self, request_id: str, output_token_ids: Sequence[int] = ()) -> None: ...
 
