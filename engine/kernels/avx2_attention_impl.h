@@ -21,23 +21,42 @@ static constexpr std::int64_t block_padded(std::int64_t head_dim) {
   return (head_dim + kBlockDims - 1) / kBlockDims * kBlockDims;
 }
 
+// An fp8 number in the high half of each sixteen bits, as float16 of a 256th of it. That has room
+// for the smallest ones too: converting them back does not count denormal numbers as zero.
+PDMESH_INLINE __m256i half_from_fp8(__m256i x) {
+  const __m256i sign = _mm256_and_si256(x, _mm256_set1_epi16(-0x8000));
+  const __m256i low = _mm256_and_si256(x, _mm256_set1_epi16(0x7f00));
+  return _mm256_or_si256(sign, _mm256_srli_epi16(low, 1));
+}
+PDMESH_INLINE F float_from_halves(__m256i x) {
+  return mul({_mm256_cvtph_ps(_mm256_castsi256_si128(x)),
+              _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))},
+             set1(256.0f));
+}
+
 // Four registers of the bytes of one; those of each half stay in it.
 template <KvFormat kFormat>
 PDMESH_INLINE void widen_bytes(__m256i bytes, __m256* out) {
   const __m256i zeros = _mm256_setzero_si256();
-  const bool is_int8 = kFormat == KvFormat::kInt8;
+  if constexpr (kFormat == KvFormat::kFp8E4m3) {
+    const F low = float_from_halves(half_from_fp8(_mm256_unpacklo_epi8(zeros, bytes)));
+    const F high = float_from_halves(half_from_fp8(_mm256_unpackhi_epi8(zeros, bytes)));
+    out[0] = _mm256_permute2f128_ps(low.a, low.b, 0x20);
+    out[1] = _mm256_permute2f128_ps(low.a, low.b, 0x31);
+    out[2] = _mm256_permute2f128_ps(high.a, high.b, 0x20);
+    out[3] = _mm256_permute2f128_ps(high.a, high.b, 0x31);
+    return;
+  }
   // An integer plus 128 in the last bits of 2^23; both are taken off again.
-  const __m256i top = is_int8 ? _mm256_set1_epi16(0x4b00) : zeros;
-  if (is_int8) bytes = _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
+  const __m256i top = _mm256_set1_epi16(0x4b00);
+  bytes = _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));
   const __m256i low = _mm256_unpacklo_epi8(bytes, zeros);
   const __m256i high = _mm256_unpackhi_epi8(bytes, zeros);
-  const I wide[2] = {{_mm256_unpacklo_epi16(low, top), _mm256_unpackhi_epi16(low, top)},
-                     {_mm256_unpacklo_epi16(high, top), _mm256_unpackhi_epi16(high, top)}};
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i) {
-    const F x = is_int8 ? sub(as_float(wide[i]), set1(8388736.0f)) : float_from_fp8(wide[i]);
-    out[2 * i] = x.a;
-    out[2 * i + 1] = x.b;
+  const __m256i wide[4] = {_mm256_unpacklo_epi16(low, top), _mm256_unpackhi_epi16(low, top),
+                           _mm256_unpacklo_epi16(high, top), _mm256_unpackhi_epi16(high, top)};
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    out[i] = _mm256_sub_ps(_mm256_castsi256_ps(wide[i]), _mm256_set1_ps(8388736.0f));
   }
 }
 
@@ -58,9 +77,10 @@ PDMESH_INLINE void unpack_values(const std::uint8_t* row, __m256* out) {
     out[0] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
     out[1] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)));
   } else {
-    const F x = float_from_fp8(load_u8(row));
-    out[0] = x.a;
-    out[1] = x.b;
+    const __m256i x = _mm256_slli_epi16(_mm256_cvtepu8_epi16(load128(row)), 8);
+    const F values = float_from_halves(half_from_fp8(x));
+    out[0] = values.a;
+    out[1] = values.b;
   }
 }
 
