@@ -91,7 +91,9 @@ class Batcher:
     tokens that catch up with its tokens, and a step spends `max_num_batched_tokens` on that.
 
     Decodes come first, so no prompt holds up a running stream for longer than one step; then
-    prompts, in order of arrival. A request is let in when blocks for all its tokens are there.
+    prompts, in order of arrival. A long one leaves up to half of its step to a shorter one behind
+    it, which would have to wait for all of it. A request is let in when blocks for all its tokens
+    are there.
     """
 
     def __init__(
@@ -255,12 +257,31 @@ class Batcher:
             num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
         if len(self.running) + len(self.waiting) > 1:
             num_tokens = min(num_tokens, self._chunk_limit)
+        if batch.has_chunks and num_tokens > budget // 2:
+            num_tokens = min(
+                num_tokens, max(budget - self._shortest_behind(request), -(-budget // 2))
+            )
         if num_tokens < request.num_uncomputed_tokens and not batch.has_chunks:
             return 0
         if num_tokens:
             samples = num_tokens == request.num_uncomputed_tokens
             batch.scheduled.append(ScheduledRequest(request, num_tokens, samples))
         return num_tokens
+
+    def _shortest_behind(self, request: Request) -> int:
+        """What is left of a prompt that has less to compute, and comes after this one; or 0."""
+        behind = self.running[self.running.index(request) + 1 :]
+        if self._num_seats_taken < self.max_num_seqs:
+            behind += self.waiting[:1]
+        return min(
+            (
+                other.num_uncomputed_tokens
+                for other in behind
+                if 1 < other.num_uncomputed_tokens < request.num_uncomputed_tokens
+                and not other.awaits_remote_kv
+            ),
+            default=0,
+        )
 
     def _admit(self, budget: int, batch: Batch) -> None:
         """Let in waiting requests, oldest first; one that does not fit yet is not overtaken."""

@@ -56,6 +56,8 @@ class LayeredPrefill:
         self._pass: ForwardPass | None = None
         self._scheduled: list[ScheduledRequest] = []
         self._num_layers = 0
+        # The step has prompts beside its decodes, and leaves the pass to the next.
+        self._rests = False
         # What a token takes in all layers, with few before it to look at: the least of late.
         self._token_s = math.inf
         # What it takes longer for each token before it.
@@ -68,18 +70,18 @@ class LayeredPrefill:
 
     @property
     def num_tokens_beside(self) -> int:
-        """Prompt tokens that decodes may share a step with: half of its time."""
-        return int(self._objective_s / 2 / self._token_s)
+        """Tokens of whole prompts that decodes may share a step with, at most."""
+        return int(_WHOLE * self._objective_s / self._token_s)
 
     def take_from(self, batch: Batch) -> None:
         """Take the prompts out of a batch that would hold up its decodes.
 
         Those that fit into a step together stay in it; those that fit into one of their own are
-        left for the next; over all others a pass begins.
+        left for the next; over all others a pass begins, if none is under way.
         """
         batch.computed_apart = self._scheduled
-        is_alone = all(item.num_tokens > self._few_tokens for item in batch.scheduled)
-        if self._scheduled or is_alone:
+        rested, self._rests = self._rests, False
+        if all(item.num_tokens > self._few_tokens for item in batch.scheduled):
             return
         kept: list[ScheduledRequest] = []
         beside: list[ScheduledRequest] = []
@@ -93,7 +95,9 @@ class LayeredPrefill:
             elif not self._fit_beside([item]):
                 apart.append(item)
         batch.scheduled = kept
-        if apart:
+        # Not twice in a row, or a flow of short prompts would starve the long one.
+        self._rests = bool(beside) and not rested
+        if apart and not self._scheduled:
             self._scheduled = batch.computed_apart = apart
             self._pass = self._begin(apart)
             self._num_layers = self._pass.num_layers_left
@@ -102,7 +106,7 @@ class LayeredPrefill:
         """Compute what a step has time for besides its decodes, which took `decoding_s`; without
         decodes, all that is left. Returns what was computed, after the last layer.
         """
-        if self._pass is None:
+        if self._pass is None or (self._rests and decoding_s is not None):
             return None
         num_layers, ends_at = self._pass.num_layers_left, math.inf
         if decoding_s is not None:
@@ -126,7 +130,8 @@ class LayeredPrefill:
             self._end()
 
     def _fit_beside(self, prompts: Sequence[ScheduledRequest]) -> bool:
-        if sum(item.num_tokens for item in prompts) <= self.num_tokens_beside:
+        num_tokens = sum(item.num_tokens for item in prompts)
+        if num_tokens * self._token_s <= self._objective_s / 2:
             return True
         # Not the pieces of a long prompt, whose decodes would pay for each.
         are_whole = all(item.samples and not item.is_continued for item in prompts)
@@ -145,8 +150,10 @@ class LayeredPrefill:
         layer_s = max((self._clock() - started_at) / num_layers, _SHORTEST_S)
         num_tokens = sum(item.num_tokens for item in self._scheduled)
         token_s = layer_s * self._num_layers / num_tokens
-        self._token_s = min(token_s, self._token_s * _FORGETTING)
         context = sum(item.num_tokens * item.mean_context for item in self._scheduled) / num_tokens
+        # What looks at much cannot tell whether the least has changed.
+        forgetting = _FORGETTING if context <= num_tokens else 1.0
+        self._token_s = min(token_s, self._token_s * forgetting)
         context_s = (token_s - self._token_s) / max(context, 1.0)
         self._context_s += _LEARNING * (context_s - self._context_s)
         return layer_s, logits

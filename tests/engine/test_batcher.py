@@ -103,6 +103,18 @@ def test_the_threshold_leaves_room_for_others_beside_a_long_prompt() -> None:
     assert bench.schedule() == {"short": 1, "long": 10}
 
 
+def test_a_long_prompt_leaves_up_to_half_of_a_step_to_a_shorter_one_behind_it() -> None:
+    bench = Bench(max_num_batched_tokens=16)
+    bench.add("long", 60)
+    assert bench.schedule() == {"long": 16}
+    bench.add("shorter", 12)
+    bench.add("as long", 60)
+
+    assert bench.schedule() == {"long": 8, "shorter": 8}
+    assert bench.schedule() == {"long": 12, "shorter": 4}
+    assert bench.schedule() == {"long": 15, "shorter": 1}
+
+
 def test_the_threshold_does_not_slow_down_a_prompt_that_is_alone() -> None:
     bench = Bench(max_num_batched_tokens=16, long_prefill_token_threshold=10)
     bench.add("long", 40)

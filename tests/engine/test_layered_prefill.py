@@ -171,12 +171,50 @@ def test_prompts_beside_the_decodes_do_not_keep_a_long_one_from_beginning() -> N
     bench.engine.add_request(long("long", 26, max_tokens=1, token=9))
     bench.engine.add_request(long("short", 8, max_tokens=1, token=11))
 
-    assert [sorted(bench.step()) for _ in range(4)] == [
+    assert [sorted(bench.step()) for _ in range(5)] == [
         ["s0", "short"],
+        ["s0"],
         ["s0"],
         ["s0"],
         ["long", "s0"],
     ]
+
+
+def test_a_short_prompt_goes_with_the_decodes_while_a_long_one_is_under_way() -> None:
+    bench = measured()
+    bench.engine.add_request(long("long", 190, max_tokens=1, token=9))
+    for _ in range(15):  # its later parts look at much, and take no longer for that here
+        assert bench.step() == ["s0"]
+
+    bench.engine.add_request(long("short", 24, max_tokens=1, token=11))
+
+    assert sorted(bench.step()) == ["s0", "short"]
+
+
+def test_prompts_beside_a_long_one_that_is_under_way_go_in_order_of_arrival() -> None:
+    bench = measured()
+    bench.engine.add_request(long("long", 36, max_tokens=1, token=9))
+    bench.step()
+    for request_id, length, token in (("a", 16, 11), ("b", 15, 13), ("c", 8, 15)):
+        bench.engine.add_request(long(request_id, length, max_tokens=1, token=token))
+
+    assert [sorted(bench.step()) for _ in range(2)] == [["a", "c", "s0"], ["b", "s0"]]
+
+
+def test_a_flow_of_short_prompts_does_not_starve_a_long_one() -> None:
+    # KV-18
+    bench = measured()
+    bench.engine.add_request(long("long", 36, max_tokens=1, token=9))
+    bench.step()
+
+    tokens: list[str] = []
+    for number in range(8):
+        bench.engine.add_request(long(f"short {number}", 3, max_tokens=1, token=11 + number))
+        step = bench.step()
+        assert f"short {number}" in step
+        tokens += step
+
+    assert "long" in tokens
 
 
 def test_a_prompt_that_looks_at_much_does_not_go_with_the_decodes() -> None:
