@@ -5,6 +5,7 @@ import contextlib
 import os
 import random
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -60,10 +61,13 @@ class Watch:
         counts |= {name: ask() for name, ask in self._placements.items()}
         return {name: count for name, count in counts.items() if count}
 
-    def wait_until_running(self, role: str) -> None:
-        """Until an engine of this role computes; the time limit of tests bounds the wait."""
+    def wait_until_running(self, role: str, timeout_s: float = 20.0) -> None:
+        """Until an engine of this role computes; raises TimeoutError if none is seen to."""
         loads = [load for name, load in self._loads.items() if name.startswith(role)]
+        deadline = time.monotonic() + timeout_s
         while not any(load().num_running for load in loads):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {role} worker was seen to compute")
             time.sleep(0.005)  # other processes have no event to wait for
 
     def wait_until_idle(self, timeout_s: float) -> dict[str, int]:
@@ -112,7 +116,9 @@ def watch(mesh: RunningMesh) -> Iterator[Watch]:
 async def test_a_client_that_leaves_frees_everything_within_a_second(
     watch: Watch, async_client: openai.AsyncOpenAI, state: str, stream: bool
 ) -> None:
-    prompt = f"{state} {stream}: " + "a long prompt that takes a while to compute. " * 60
+    # New to every cache, also in a second try. Its one pass cannot be given up half way, and has to
+    # be over well within the second where a token takes a millisecond.
+    prompt = f"{uuid.uuid4()}: " + "a long prompt that takes a while to compute. " * 40
     request = asyncio.ensure_future(
         async_client.completions.create(
             model=MODEL,
