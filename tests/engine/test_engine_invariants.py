@@ -74,6 +74,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.expected: dict[str, list[int]] = {}
         self.produced: dict[str, list[int]] = {}
         self.wanted: dict[str, tuple[RemoteKvWanted, list[int]]] = {}
+        # Go on without an answer, which is still to come.
+        self.late: set[str] = set()
         self.held: set[str] = set()
         self.broken: set[str] = set()
         self.num_requests = 0
@@ -165,8 +167,15 @@ class EngineMachine(RuleBasedStateMachine):
         content = token_ids[start:] if succeeds else [39] * len(token_ids[start:])
         self.runner.write(table, start, content)
         answer = self.engine.remote_kv_done if succeeds else self.engine.remote_kv_failed
-        assert answer(request_id) == (request_id in self.live)
+        assert answer(request_id) == (request_id in self.live and request_id not in self.late)
         assert not answer(request_id)
+
+    @precondition(lambda self: self.wanted)
+    @rule(index=st.integers(0, 50))
+    def do_without_remote(self, index: int) -> None:
+        request_id = sorted(self.wanted)[index % len(self.wanted)]
+        self.engine.remote_kv_late(request_id)
+        self.late.add(request_id)
 
     @precondition(lambda self: self.live)
     @rule(index=st.integers(0, 50))
@@ -193,7 +202,8 @@ class EngineMachine(RuleBasedStateMachine):
     def the_tables_hold_what_the_caller_knows(self) -> None:
         assert set(self.engine._table.requests) == set(self.live)
         assert set(self.engine._table.held) == self.held
-        assert set(self.engine._table.quarantined) == set(self.wanted) - set(self.live)
+        nobody_waits = {name for name in self.wanted if name in self.late or name not in self.live}
+        assert set(self.engine._table.quarantined) == nobody_waits
 
     @invariant()
     def what_can_be_found_was_computed(self) -> None:
