@@ -11,10 +11,10 @@ struct Int4Dots {
   static constexpr int kBlockBytes = 640;
   static constexpr bool kHasMinimum = true;
   static __m256 scale(const std::uint8_t* block, int vector) {
-    return load_halves(block + 512 + vector * 16);
+    return load_f16_vector(block + 512 + vector * 16);
   }
   static __m256 minimum(const std::uint8_t* block, int vector) {
-    return load_halves(block + 576 + vector * 16);
+    return load_f16_vector(block + 576 + vector * 16);
   }
 
   template <int R>
@@ -57,7 +57,7 @@ struct Int8Dots {
   static constexpr int kBlockBytes = 1088;
   static constexpr bool kHasMinimum = false;
   static __m256 scale(const std::uint8_t* block, int vector) {
-    return load_halves(block + 1024 + vector * 16);
+    return load_f16_vector(block + 1024 + vector * 16);
   }
   static __m256 minimum(const std::uint8_t*, int) { return _mm256_setzero_ps(); }
 

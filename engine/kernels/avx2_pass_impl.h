@@ -39,7 +39,7 @@ static inline __m256i broadcast_four_bytes(const std::int8_t* p) {
   return _mm256_set1_epi32(four);
 }
 
-static inline __m256 load_halves(const std::uint8_t* p) {
+static inline __m256 load_f16_vector(const std::uint8_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 

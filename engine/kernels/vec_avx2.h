@@ -111,9 +111,6 @@ static inline __m128i load128(const void* p) {
 static inline I load_u16(const std::uint16_t* p) {
   return {_mm256_cvtepu16_epi32(load128(p)), _mm256_cvtepu16_epi32(load128(p + 8))};
 }
-static inline F load_f16(const std::uint16_t* p) {
-  return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 8))};
-}
 static inline I load_u8(const std::uint8_t* p) {
   const __m128i x = load128(p);
   return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
