@@ -1,4 +1,4 @@
-"""The copy between two mappings: exact, whole, fast, and off the interpreter's lock."""
+"""The copy between two mappings: exact, whole, and off the interpreter's lock."""
 
 import asyncio
 import threading
@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from functools import partial
 
 import numpy as np
 import pytest
@@ -129,7 +128,6 @@ async def test_error_of_the_copy_reaches_the_caller(
         await transport.copy(*pair, [])
 
 
-NUM_BYTES = 94_000_000
 BLOCK_BYTES = 368_640
 
 
@@ -141,37 +139,6 @@ def large_pair(make_segment: MakeSegment) -> Iterator[tuple[Segment, Segment]]:
             stack.enter_context(table.attached(make_segment("source", 300, BLOCK_BYTES))),
             stack.enter_context(table.attached(make_segment("destination", 300, BLOCK_BYTES))),
         )
-
-
-def scattered_runs(seed: int) -> list[BlockRun]:
-    random = np.random.default_rng(seed)
-    num_blocks = NUM_BYTES // BLOCK_BYTES
-    sources = random.permutation(300)[:num_blocks].tolist()
-    destinations = random.permutation(300)[:num_blocks].tolist()
-    return to_runs(sources, destinations, 300, 300)
-
-
-def test_scattered_copy_runs_at_the_pace_of_memcpy(large_pair: tuple[Segment, Segment]) -> None:
-    source, destination = large_pair
-    runs = scattered_runs(1)
-    num_blocks = sum(run.num_blocks for run in runs)
-    memcpy = partial(np.copyto, destination.blocks[:num_blocks], source.blocks[:num_blocks])
-    memcpy()
-    copy_runs(source, destination, runs)
-
-    # In turns, by the thread's own time, and the best of several: others share the machine.
-    memcpy_s, copy_s = [], []
-    for _ in range(8):
-        memcpy_s.append(_thread_seconds(memcpy))
-        copy_s.append(_thread_seconds(partial(copy_runs, source, destination, runs)))
-
-    assert min(memcpy_s) / min(copy_s) >= 0.7
-
-
-def _thread_seconds(work: Callable[[], object]) -> float:
-    started = time.thread_time()
-    work()
-    return time.thread_time() - started
 
 
 def test_other_threads_run_while_blocks_are_copied(large_pair: tuple[Segment, Segment]) -> None:
