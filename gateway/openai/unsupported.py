@@ -68,7 +68,6 @@ CHAT: dict[str, _IsOff] = {
     "include_reasoning": _one_of(False),
     "mm_processor_kwargs": _empty,
     "modalities": lambda value: value in ([], ["text"]),
-    "parallel_tool_calls": _one_of(True),
     "prediction": _empty,
     "reasoning_effort": _one_of("none"),
     "tool_choice": _one_of("none", "auto"),
