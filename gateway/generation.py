@@ -59,6 +59,8 @@ class GenerationRequest:
     bad_words: tuple[str, ...] = ()
     # Begin the answer with the prompt.
     echo: bool = False
+    # End it there: the token that a worker makes in any case is nobody's.
+    is_prompt_only: bool = False
     cache_salt: str = ""
     priority: int = 0
     priority_class: PriorityClass = PriorityClass.ONLINE

@@ -79,15 +79,18 @@ class TextSequence(ABC):
 
     def _to_delta(self, chunk: Chunk, new: NewText, described: Sequence[int]) -> Delta:
         self._num_tokens += len(chunk.token_ids)
-        num_new, finish = len(chunk.token_ids), chunk.finish
-        if new.matched_stop is not None:
+        num_new, text, finish = len(chunk.token_ids), new.text, chunk.finish
+        if self.job.request.is_prompt_only:
+            num_new, text = 0, ""
+            finish = finish and Finish(types_pb2.FINISH_REASON_LENGTH)
+        elif new.matched_stop is not None:
             # Tokens behind the match never existed for the client.
             num_new -= max(0, self._num_tokens - new.num_tokens)
             finish = Finish(types_pb2.FINISH_REASON_STOP, stop_string=new.matched_stop)
         self.is_over = finish is not None
         self.job.num_completion_tokens += num_new
         return Delta(
-            text=new.text,
+            text=text,
             token_ids=chunk.token_ids[:num_new],
             logprobs=chunk.logprobs[:num_new],
             prompt_logprobs=chunk.prompt_logprobs,

@@ -1,6 +1,7 @@
 """/v1/completions: its request and its answer."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -8,7 +9,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from gateway.generation import Delta, GenerationRequest, Job, Prompt, TextPrompt, TokenPrompt
 from gateway.openai import responses
 from gateway.openai.api import FINISH_REASONS, Api
-from gateway.openai.fields import GenerationFields
+from gateway.openai.fields import MAX_TOKENS, GenerationFields
 from gateway.openai.logprobs import LogprobLists, extend, no_logprobs
 from gateway.openai.responses import CompletionChunkChoice, CompletionLogprobs, FinishReason
 from gateway.openai.unsupported import COMPLETIONS, refuse_unsupported
@@ -88,6 +89,8 @@ class CompletionRequest(GenerationFields):
     """The body of a completion."""
 
     prompt: Prompts
+    # 0 asks for what `echo` says about the prompt, and nothing after it.
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -102,13 +105,23 @@ class CompletionRequest(GenerationFields):
             sampling_params.num_logprobs = self.logprobs
             if self.echo:
                 sampling_params.num_prompt_logprobs = self.logprobs
-        return self.request(
+        request = self.request(
             prompts=self.prompt,
             prompt_param="prompt",
             sampling_params=sampling_params,
             default_max_tokens=_DEFAULT_MAX_TOKENS,
             echo=bool(self.echo),
         )
+        if self.max_tokens == 0:
+            return replace(request, max_tokens=1, is_prompt_only=True)
+        return request
+
+    def _check_together(self) -> None:
+        super()._check_together()
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "max_tokens should be at least 1, or 0 with echo", param="max_tokens"
+            )
 
     def choice(self, index: int, job: Job) -> "CompletionChoice":
         return CompletionChoice(index, self.logprobs, job if self.echo else None)

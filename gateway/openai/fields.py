@@ -23,6 +23,7 @@ from mesh.v1 import types_pb2
 logger = logging.getLogger(__name__)
 
 _MAX_UINT32 = 2**32 - 1
+MAX_TOKENS = _MAX_UINT32
 _MAX_INT32 = 2**31 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _MAX_BIASES = 1024
@@ -132,8 +133,8 @@ class GenerationFields(BaseModel):
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_MAX_UINT32)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_INT32)] | None = None
 
     temperature: Annotated[float, _within("temperature")] | None = None

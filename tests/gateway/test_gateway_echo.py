@@ -81,6 +81,33 @@ async def test_prompt_of_one_token_is_described_without_a_probability(
     assert logprobs["token_logprobs"] == [None, -0.5]
 
 
+@pytest.mark.parametrize("made", [b"xy", b""])
+@pytest.mark.parametrize("local", [False, True])
+async def test_no_tokens_wanted_gives_the_prompt_and_what_is_known_of_it(
+    http: httpx.AsyncClient, mesh: FakeMesh, local: bool, made: bytes
+) -> None:
+    mesh.scheduler.local = local
+    mesh.model.default = [*made, EOS]
+    body = completion("ab", echo=True, logprobs=0, max_tokens=0, stop=["x"])
+    whole = (await http.post(PATH, json=body)).json()
+    payloads = await events(http, PATH, body | {"stream": True})
+
+    [choice] = whole["choices"]
+    assert choice["text"] == text_of(payloads) == "ab"
+    assert choice["finish_reason"] == "length"
+    assert choice["logprobs"]["tokens"] == ["a", "b"]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.5]
+    assert payloads[-2]["choices"][0]["finish_reason"] == "length"
+    assert whole["usage"]["completion_tokens"] == 0
+
+
+async def test_no_tokens_wanted_without_echo_is_refused(http: httpx.AsyncClient) -> None:
+    answer = await http.post(PATH, json=completion("ab", max_tokens=0))
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "max_tokens"
+
+
 @pytest.mark.parametrize("after", [0, 1, 3])
 async def test_resumed_answer_echoes_once(
     http: httpx.AsyncClient, mesh: FakeMesh, after: int
