@@ -65,16 +65,18 @@ class Attempts:
         self._delay_s = _FIRST_DELAY_S
         self.excluded_worker_ids: set[str] = set()
         # Whom to blame when a call fails; None while there is no placement.
-        self.worker_id: str | None = None
+        self.worker: scheduler_pb2.WorkerRef | None = None
+        # Processes that were lost, by worker and incarnation.
+        self._lost: set[tuple[str, str]] = set()
         job.trace.num_attempts += 1
 
     async def after(self, error: MeshError) -> None:
         """Get ready to go on after `error`, or raise it again."""
-        failed, self.worker_id = self.worker_id, None
-        if failed is None:
+        failed, self.worker = self.worker, None
+        if failed is None or self._is_still_lost(failed, error):
             await self._wait(error)
         else:
-            self._leave(failed, error)
+            self._leave(failed.worker_id, error)
             self._job.trace.num_attempts += 1
         metrics.RESUMPTIONS.add(1, {"error.type": error.reason})
         logger.warning(
@@ -82,10 +84,22 @@ class Attempts:
             extra={
                 "error": type(error).__name__,
                 "reason": str(error),
-                "worker_id": failed,
+                "worker_id": None if failed is None else failed.worker_id,
                 "num_output_tokens": len(self._job.output_token_ids),
             },
         )
+
+    def _is_still_lost(self, worker: scheduler_pb2.WorkerRef, error: MeshError) -> bool:
+        """Whether a worker that was lost was placed on once more, before its successor is there.
+
+        Its registration lives on for a while. Such an attempt says nothing new of anybody.
+        """
+        if not isinstance(error, WorkerLost):
+            return False
+        process = (worker.worker_id, worker.incarnation)
+        is_known = process in self._lost
+        self._lost.add(process)
+        return is_known
 
     def _leave(self, worker_id: str, error: MeshError) -> None:
         self._waiting_since, self._delay_s = None, _FIRST_DELAY_S
@@ -102,7 +116,7 @@ class Attempts:
             raise error
 
     async def _wait(self, error: MeshError) -> None:
-        """There was no placement. Whoever has begun waits for one instead of giving up."""
+        """There was no worker. Whoever has begun waits for one instead of giving up."""
         has_begun = self._job.output_token_ids or self.excluded_worker_ids or self._num_failures
         if not has_begun or not isinstance(error, WorkerUnavailable | QueueFull):
             raise error

@@ -103,8 +103,8 @@ class Pipeline:
                     async for chunk in chunks:
                         yield chunk
             except MeshError as error:
-                assert attempts.worker_id is not None, "only calls to workers fail here"
-                await placement.failed(attempts.worker_id, error)
+                assert attempts.worker is not None, "only calls to workers fail here"
+                await placement.failed(attempts.worker.worker_id, error)
                 raise
 
     async def _run(
@@ -112,20 +112,21 @@ class Pipeline:
     ) -> AsyncGenerator[Chunk, None]:
         """Prefill and decode on the workers of one placement."""
         if placement.prefill is None:
-            attempts.worker_id = placement.decode.worker_id
+            attempts.worker = placement.decode
             decoding = self._workers.decode(job, placement.decode)
             async with aclosing(placement.observed(job, decoding)) as chunks:
                 async for chunk in chunks:
                     yield chunk
             return
 
-        job.trace.prefill_worker_id = attempts.worker_id = placement.prefill.worker_id
+        attempts.worker = placement.prefill
+        job.trace.prefill_worker_id = placement.prefill.worker_id
         async with self._workers.prefill(job, placement.prefill, placement.decode) as first:
             yield first.chunk
             if first.chunk.finish is not None:
                 return
             await placement.prefill_done(job)
-            attempts.worker_id = placement.decode.worker_id
+            attempts.worker = placement.decode
             decoding = self._workers.decode(job, placement.decode, first)
             async with aclosing(placement.observed(job, decoding)) as chunks:
                 async for chunk in chunks:
