@@ -57,10 +57,11 @@ class KvReleases:
     async def _send(
         self, address: str, request: prefill_pb2.ReleaseKvRequest, patience_s: float
     ) -> None:
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(address))
         give_up_at = time.monotonic() + patience_s
         is_reported = False
         while True:
+            # Another one each time: the holder may have been replaced.
+            stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(address))
             try:
                 with mesh_errors():
                     await stub.ReleaseKv(request, timeout=_TIMEOUT_S)

@@ -15,7 +15,7 @@ import grpc
 from gateway.attempts import WorkerLost, worker_losses
 from gateway.patience import Patience
 from mesh.client import Channels, mesh_errors, settled
-from mesh.v1 import decode_pb2, decode_pb2_grpc
+from mesh.v1 import decode_pb2, decode_pb2_grpc, scheduler_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +88,17 @@ class TokenFeeds:
         self._sequence_ids = itertools.count(1)
 
     def decode(
-        self, address: str, request: decode_pb2.DecodeRequest, timeout_s: float
+        self,
+        worker: scheduler_pb2.WorkerRef,
+        request: decode_pb2.DecodeRequest,
+        timeout_s: float,
     ) -> "DecodeStream":
         """Begin a decode. Its caller must close it."""
-        channel = self._channels.get(address)
+        channel = self._channels.get(worker.address, worker.incarnation)
         feed: Feed | None = None
         sequence_id = 0
         if not request.sampling_params.HasField("num_logprobs"):
-            feed = self._feed(address, channel)
+            feed = self._feed(worker.address, channel)
             sequence_id = next(self._sequence_ids)
             request.feed_id, request.feed_sequence_id = feed.feed_id, sequence_id
         call = decode_pb2_grpc.DecodeServiceStub(channel).Decode(request, timeout=timeout_s)

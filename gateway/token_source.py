@@ -134,7 +134,7 @@ class Workers:
             num_tiered_tokens=_num_tiered_tokens(worker),
         )
         with use_span(job.trace.attempt_span):
-            return self._feeds.decode(worker.address, request, job.deadline.remaining_s())
+            return self._feeds.decode(worker, request, job.deadline.remaining_s())
 
     async def _run_prefill(
         self,
@@ -168,7 +168,8 @@ class Workers:
         return finished
 
     def _call_prefill(self, job: Job, worker: scheduler_pb2.WorkerRef) -> PrefillCall:
-        stub = prefill_pb2_grpc.PrefillServiceStub(self._channels.get(worker.address))
+        channel = self._channels.get(worker.address, worker.incarnation)
+        stub = prefill_pb2_grpc.PrefillServiceStub(channel)
         with use_span(job.trace.attempt_span):
             return stub.Prefill(
                 prefill_pb2.PrefillRequest(

@@ -1,5 +1,6 @@
 """Channels to other services: limits, keepalive, bounded retries, context, errors."""
 
+import asyncio
 import ipaddress
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -74,8 +75,16 @@ def connect(
     return _ContextChannel(channel, link)
 
 
+# Long enough for keepalive to end what still runs on a connection to a process that is gone.
+_RETIREMENT_S = 10.0
+
+
 class Channels:
-    """One channel for each address, opened on first use and owned here."""
+    """One channel for each address, opened on first use and owned here.
+
+    A process that took the place of another one, at its address, gets a channel of its own: the old
+    one looks for its peer with growing pauses, and fails calls until it looks again.
+    """
 
     def __init__(
         self,
@@ -86,8 +95,20 @@ class Channels:
         self._max_message_bytes = max_message_bytes
         self._calls_locally = calls_locally
         self._channels: dict[str, grpc.aio.Channel] = {}
+        # The newest process that was asked for by its incarnation.
+        self._incarnations: dict[str, str] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
 
-    def get(self, address: str) -> grpc.aio.Channel:
+    def get(self, address: str, incarnation: str = "") -> grpc.aio.Channel:
+        """The channel to the newest process at `address`; `incarnation` (`mesh/registry.py`) says
+        that there is one, where the caller knows."""
+        known = self._incarnations.get(address, "")
+        if incarnation > known:
+            self._incarnations[address] = incarnation
+            if known and (old := self._channels.pop(address, None)) is not None:
+                retiring = asyncio.create_task(_retire(old))
+                self._retiring.add(retiring)
+                retiring.add_done_callback(self._retiring.discard)
         channel = self._channels.get(address)
         if channel is None:
             channel = connect(
@@ -100,11 +121,15 @@ class Channels:
 
     async def forget(self, address: str) -> None:
         """Close the channel to a peer that is gone for good."""
+        self._incarnations.pop(address, None)
         channel = self._channels.pop(address, None)
         if channel is not None:
             await channel.close()
 
     async def close(self) -> None:
+        for retiring in self._retiring:
+            retiring.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
         while self._channels:
             _, channel = self._channels.popitem()
             await channel.close()
@@ -114,6 +139,14 @@ class Channels:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
+
+
+async def _retire(channel: grpc.aio.Channel) -> None:
+    """Close the channel once its calls know that their peer is gone; at once if cancelled."""
+    try:
+        await asyncio.sleep(_RETIREMENT_S)
+    finally:
+        await channel.close()
 
 
 async def settled(channel: grpc.aio.Channel) -> None:

@@ -252,6 +252,7 @@ def _view(worker: RegisteredWorker) -> WorkerView:
     record, load = worker.record, worker.load
     return WorkerView(
         worker_id=record.worker_id,
+        incarnation=record.incarnation,
         holder_id=record.holder,
         role=Role(record.role),
         address=record.address,

@@ -238,6 +238,7 @@ def _to_worker_ref(part: Assignment, *, knows_tiers: bool) -> scheduler_pb2.Work
     return scheduler_pb2.WorkerRef(
         worker_id=part.worker.worker_id,
         address=part.worker.address,
+        incarnation=part.worker.incarnation,
         num_cached_tokens=part.num_cached_tokens,
         num_tiered_tokens=part.num_tiered_tokens if knows_tiers else None,
     )

@@ -68,6 +68,7 @@ class WorkerView:
 
     worker_id: str
     # A new process is a new incarnation, and so a new holder of blocks and charges.
+    incarnation: str
     holder_id: str
     role: Role
     address: str

@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from mesh.v1 import types_pb2 as mesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mesh/v1/scheduler.proto\x12\x07mesh.v1\x1a\x13mesh/v1/types.proto\"\x94\x06\n\x0cPlaceRequest\x12,\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x1b.mesh.v1.PlaceRequest.AdmitH\x00\x12\x39\n\x0cprefill_done\x18\x02 \x01(\x0b\x32!.mesh.v1.PlaceRequest.PrefillDoneH\x00\x12\x32\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1e.mesh.v1.PlaceRequest.FinishedH\x00\x12,\n\x05renew\x18\x04 \x01(\x0b\x32\x1b.mesh.v1.PlaceRequest.RenewH\x00\x12.\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x1c.mesh.v1.PlaceRequest.FailedH\x00\x1a\xf6\x01\n\x05\x41\x64mit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x06 \x03(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12.\n\x0epriority_class\x18\t \x01(\x0e\x32\x16.mesh.v1.PriorityClass\x12\x19\n\x11ttft_objective_ms\x18\n \x01(\r\x1a\x07\n\x05Renew\x1aO\n\x0bPrefillDone\x12%\n\x07timings\x18\x01 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x1ag\n\x08\x46inished\x12%\n\x07timings\x18\x01 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x1a\x44\n\x06\x46\x61iled\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\'\n\x07\x66\x61ilure\x18\x02 \x01(\x0e\x32\x16.mesh.v1.WorkerFailureB\x07\n\x05\x65vent\"A\n\rPlaceResponse\x12\'\n\tplacement\x18\x01 \x01(\x0b\x32\x12.mesh.v1.PlacementH\x00\x42\x07\n\x05\x65vent\"\xd9\x01\n\tPlacement\x12\x14\n\x0cplacement_id\x18\x01 \x01(\t\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.mesh.v1.PlacementMode\x12#\n\x07prefill\x18\x03 \x01(\x0b\x32\x12.mesh.v1.WorkerRef\x12\"\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x12.mesh.v1.WorkerRef\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12%\n\x07timings\x18\x06 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x10\n\x08lease_ms\x18\x07 \x01(\r\"\x86\x01\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x1e\n\x11num_tiered_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x14\n\x12_num_tiered_tokensJ\x04\x08\x04\x10\x05\"\x11\n\x0fGetStateRequest\"\x98\x01\n\x10GetStateResponse\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x16\n\x0enum_placements\x18\x02 \x01(\r\x12%\n\x07workers\x18\x03 \x03(\x0b\x32\x14.mesh.v1.WorkerState\x12\x30\n\x08verdicts\x18\x04 \x03(\x0b\x32\x1e.mesh.v1.DisaggregationVerdict\"\xc7\x02\n\x15\x44isaggregationVerdict\x12\r\n\x05model\x18\x01 \x01(\t\x12\x35\n\x06\x61\x64vice\x18\x02 \x01(\x0e\x32%.mesh.v1.DisaggregationVerdict.Advice\x12\x16\n\x0enum_placements\x18\x03 \x01(\r\x12\x10\n\x08local_ms\x18\x04 \x01(\x01\x12\x11\n\tremote_ms\x18\x05 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x06 \x01(\x01\x12\"\n\x1atransfer_tokens_per_second\x18\x07 \x01(\x01\"d\n\x06\x41\x64vice\x12\x16\n\x12\x41\x44VICE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x44VICE_DISAGGREGATE\x10\x01\x12\x10\n\x0c\x41\x44VICE_LOCAL\x10\x02\x12\x17\n\x13\x41\x44VICE_SHARED_CORES\x10\x03\"\xb7\x01\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12!\n\x04load\x18\x05 \x01(\x0b\x32\x13.mesh.v1.EngineLoad\x12\x16\n\x0enum_placements\x18\x06 \x01(\r\x12&\n\x07\x62reaker\x18\x07 \x01(\x0e\x32\x15.mesh.v1.BreakerState*c\n\rWorkerFailure\x12\x1e\n\x1aWORKER_FAILURE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_FAILURE_LOST\x10\x01\x12\x19\n\x15WORKER_FAILURE_FAULTY\x10\x02*k\n\rPlacementMode\x12\x1e\n\x1aPLACEMENT_MODE_UNSPECIFIED\x10\x00\x12 \n\x1cPLACEMENT_MODE_DISAGGREGATED\x10\x01\x12\x18\n\x14PLACEMENT_MODE_LOCAL\x10\x02*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03\x32\x8f\x01\n\x10SchedulerService\x12:\n\x05Place\x12\x15.mesh.v1.PlaceRequest\x1a\x16.mesh.v1.PlaceResponse(\x01\x30\x01\x12?\n\x08GetState\x12\x18.mesh.v1.GetStateRequest\x1a\x19.mesh.v1.GetStateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17mesh/v1/scheduler.proto\x12\x07mesh.v1\x1a\x13mesh/v1/types.proto\"\x94\x06\n\x0cPlaceRequest\x12,\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x1b.mesh.v1.PlaceRequest.AdmitH\x00\x12\x39\n\x0cprefill_done\x18\x02 \x01(\x0b\x32!.mesh.v1.PlaceRequest.PrefillDoneH\x00\x12\x32\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1e.mesh.v1.PlaceRequest.FinishedH\x00\x12,\n\x05renew\x18\x04 \x01(\x0b\x32\x1b.mesh.v1.PlaceRequest.RenewH\x00\x12.\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x1c.mesh.v1.PlaceRequest.FailedH\x00\x1a\xf6\x01\n\x05\x41\x64mit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x1b\n\x13\x65xcluded_worker_ids\x18\x06 \x03(\t\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06tenant\x18\x08 \x01(\t\x12.\n\x0epriority_class\x18\t \x01(\x0e\x32\x16.mesh.v1.PriorityClass\x12\x19\n\x11ttft_objective_ms\x18\n \x01(\r\x1a\x07\n\x05Renew\x1aO\n\x0bPrefillDone\x12%\n\x07timings\x18\x01 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\x1ag\n\x08\x46inished\x12%\n\x07timings\x18\x01 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x1a\x44\n\x06\x46\x61iled\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\'\n\x07\x66\x61ilure\x18\x02 \x01(\x0e\x32\x16.mesh.v1.WorkerFailureB\x07\n\x05\x65vent\"A\n\rPlaceResponse\x12\'\n\tplacement\x18\x01 \x01(\x0b\x32\x12.mesh.v1.PlacementH\x00\x42\x07\n\x05\x65vent\"\xd9\x01\n\tPlacement\x12\x14\n\x0cplacement_id\x18\x01 \x01(\t\x12$\n\x04mode\x18\x02 \x01(\x0e\x32\x16.mesh.v1.PlacementMode\x12#\n\x07prefill\x18\x03 \x01(\x0b\x32\x12.mesh.v1.WorkerRef\x12\"\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x12.mesh.v1.WorkerRef\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12%\n\x07timings\x18\x06 \x03(\x0b\x32\x14.mesh.v1.StageTiming\x12\x10\n\x08lease_ms\x18\x07 \x01(\r\"\x9b\x01\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\x12\x1e\n\x11num_tiered_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0bincarnation\x18\x06 \x01(\tB\x14\n\x12_num_tiered_tokensJ\x04\x08\x04\x10\x05\"\x11\n\x0fGetStateRequest\"\x98\x01\n\x10GetStateResponse\x12\x13\n\x0bnum_waiting\x18\x01 \x01(\r\x12\x16\n\x0enum_placements\x18\x02 \x01(\r\x12%\n\x07workers\x18\x03 \x03(\x0b\x32\x14.mesh.v1.WorkerState\x12\x30\n\x08verdicts\x18\x04 \x03(\x0b\x32\x1e.mesh.v1.DisaggregationVerdict\"\xc7\x02\n\x15\x44isaggregationVerdict\x12\r\n\x05model\x18\x01 \x01(\t\x12\x35\n\x06\x61\x64vice\x18\x02 \x01(\x0e\x32%.mesh.v1.DisaggregationVerdict.Advice\x12\x16\n\x0enum_placements\x18\x03 \x01(\r\x12\x10\n\x08local_ms\x18\x04 \x01(\x01\x12\x11\n\tremote_ms\x18\x05 \x01(\x01\x12!\n\x19prefill_tokens_per_second\x18\x06 \x01(\x01\x12\"\n\x1atransfer_tokens_per_second\x18\x07 \x01(\x01\"d\n\x06\x41\x64vice\x12\x16\n\x12\x41\x44VICE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x44VICE_DISAGGREGATE\x10\x01\x12\x10\n\x0c\x41\x44VICE_LOCAL\x10\x02\x12\x17\n\x13\x41\x44VICE_SHARED_CORES\x10\x03\"\xb7\x01\n\x0bWorkerState\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12!\n\x04load\x18\x05 \x01(\x0b\x32\x13.mesh.v1.EngineLoad\x12\x16\n\x0enum_placements\x18\x06 \x01(\r\x12&\n\x07\x62reaker\x18\x07 \x01(\x0e\x32\x15.mesh.v1.BreakerState*c\n\rWorkerFailure\x12\x1e\n\x1aWORKER_FAILURE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_FAILURE_LOST\x10\x01\x12\x19\n\x15WORKER_FAILURE_FAULTY\x10\x02*k\n\rPlacementMode\x12\x1e\n\x1aPLACEMENT_MODE_UNSPECIFIED\x10\x00\x12 \n\x1cPLACEMENT_MODE_DISAGGREGATED\x10\x01\x12\x18\n\x14PLACEMENT_MODE_LOCAL\x10\x02*|\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x12\x1b\n\x17\x42REAKER_STATE_HALF_OPEN\x10\x03\x32\x8f\x01\n\x10SchedulerService\x12:\n\x05Place\x12\x15.mesh.v1.PlaceRequest\x1a\x16.mesh.v1.PlaceResponse(\x01\x30\x01\x12?\n\x08GetState\x12\x18.mesh.v1.GetStateRequest\x1a\x19.mesh.v1.GetStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mesh.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERFAILURE']._serialized_start=1962
-  _globals['_WORKERFAILURE']._serialized_end=2061
-  _globals['_PLACEMENTMODE']._serialized_start=2063
-  _globals['_PLACEMENTMODE']._serialized_end=2170
-  _globals['_BREAKERSTATE']._serialized_start=2172
-  _globals['_BREAKERSTATE']._serialized_end=2296
+  _globals['_WORKERFAILURE']._serialized_start=1983
+  _globals['_WORKERFAILURE']._serialized_end=2082
+  _globals['_PLACEMENTMODE']._serialized_start=2084
+  _globals['_PLACEMENTMODE']._serialized_end=2191
+  _globals['_BREAKERSTATE']._serialized_start=2193
+  _globals['_BREAKERSTATE']._serialized_end=2317
   _globals['_PLACEREQUEST']._serialized_start=58
   _globals['_PLACEREQUEST']._serialized_end=846
   _globals['_PLACEREQUEST_ADMIT']._serialized_start=326
@@ -55,17 +55,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PLACEMENT']._serialized_start=916
   _globals['_PLACEMENT']._serialized_end=1133
   _globals['_WORKERREF']._serialized_start=1136
-  _globals['_WORKERREF']._serialized_end=1270
-  _globals['_GETSTATEREQUEST']._serialized_start=1272
-  _globals['_GETSTATEREQUEST']._serialized_end=1289
-  _globals['_GETSTATERESPONSE']._serialized_start=1292
-  _globals['_GETSTATERESPONSE']._serialized_end=1444
-  _globals['_DISAGGREGATIONVERDICT']._serialized_start=1447
-  _globals['_DISAGGREGATIONVERDICT']._serialized_end=1774
-  _globals['_DISAGGREGATIONVERDICT_ADVICE']._serialized_start=1674
-  _globals['_DISAGGREGATIONVERDICT_ADVICE']._serialized_end=1774
-  _globals['_WORKERSTATE']._serialized_start=1777
-  _globals['_WORKERSTATE']._serialized_end=1960
-  _globals['_SCHEDULERSERVICE']._serialized_start=2299
-  _globals['_SCHEDULERSERVICE']._serialized_end=2442
+  _globals['_WORKERREF']._serialized_end=1291
+  _globals['_GETSTATEREQUEST']._serialized_start=1293
+  _globals['_GETSTATEREQUEST']._serialized_end=1310
+  _globals['_GETSTATERESPONSE']._serialized_start=1313
+  _globals['_GETSTATERESPONSE']._serialized_end=1465
+  _globals['_DISAGGREGATIONVERDICT']._serialized_start=1468
+  _globals['_DISAGGREGATIONVERDICT']._serialized_end=1795
+  _globals['_DISAGGREGATIONVERDICT_ADVICE']._serialized_start=1695
+  _globals['_DISAGGREGATIONVERDICT_ADVICE']._serialized_end=1795
+  _globals['_WORKERSTATE']._serialized_start=1798
+  _globals['_WORKERSTATE']._serialized_end=1981
+  _globals['_SCHEDULERSERVICE']._serialized_start=2320
+  _globals['_SCHEDULERSERVICE']._serialized_end=2463
 # @@protoc_insertion_point(module_scope)

@@ -398,6 +398,7 @@ class WorkerRef(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TIERED_TOKENS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Worker id."""
     address: _builtins.str
@@ -408,6 +409,8 @@ class WorkerRef(_message.Message):
     """Leading prompt tokens that the colder tiers of its machine have; absent if that
     is not known.
     """
+    incarnation: _builtins.str
+    """A new process is a new incarnation, and may have its predecessor's address."""
     def __init__(
         self,
         *,
@@ -415,10 +418,11 @@ class WorkerRef(_message.Message):
         address: _builtins.str = ...,
         num_cached_tokens: _builtins.int = ...,
         num_tiered_tokens: _builtins.int | None = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens", "num_tiered_tokens", b"num_tiered_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens", "address", b"address", "num_cached_tokens", b"num_cached_tokens", "num_tiered_tokens", b"num_tiered_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens", "address", b"address", "incarnation", b"incarnation", "num_cached_tokens", b"num_cached_tokens", "num_tiered_tokens", b"num_tiered_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_tiered_tokens: _TypeAlias = _typing.Literal["num_tiered_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_tiered_tokens: _TypeAlias = _typing.Literal["_num_tiered_tokens", b"_num_tiered_tokens"]  # noqa: Y015

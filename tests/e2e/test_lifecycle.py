@@ -149,6 +149,31 @@ def test_a_sentence_goes_on_when_its_decode_worker_is_killed(
     wait_until_whole(mesh)
 
 
+def test_a_sentence_goes_on_when_nobody_else_could_take_it(
+    mesh: RunningMesh, client: openai.OpenAI
+) -> None:
+    """All decode workers are killed: it waits for the first that is started again."""
+    ask: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": "A long story about a lighthouse without a keeper: " * 4,
+        "max_tokens": 60,
+        "temperature": 0.0,
+        "extra_body": {"ignore_eos": True},
+    }
+    undisturbed = client.completions.create(**ask).choices[0].text
+
+    text = ""
+    for number, chunk in enumerate(client.completions.create(**ask, stream=True)):
+        text += "".join(choice.text for choice in chunk.choices)
+        if number == 5:
+            for worker in mesh.records("decode"):
+                assert worker.pid is not None
+                os.kill(worker.pid, signal.SIGKILL)
+
+    assert text == undisturbed
+    wait_until_whole(mesh)
+
+
 def wait_until_whole(mesh: RunningMesh, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not mesh.is_whole():

@@ -199,10 +199,11 @@ async def test_a_worker_without_feeds_is_asked_again_after_a_while() -> None:
     async with Channels() as channels:
         feeds = TokenFeeds(channels)
         # Nobody listens: whoever decodes finds out by itself.
-        first = feeds.decode("127.0.0.1:1", decode_pb2.DecodeRequest(), 5)
+        worker = scheduler_pb2.WorkerRef(worker_id="w", address="127.0.0.1:1")
+        first = feeds.decode(worker, decode_pb2.DecodeRequest(), 5)
         with pytest.raises(WorkerLost):
             await first.read(5, "w")
-        second = feeds.decode("127.0.0.1:1", decode_pb2.DecodeRequest(), 5)
+        second = feeds.decode(worker, decode_pb2.DecodeRequest(), 5)
         with pytest.raises(WorkerLost):
             await second.read(5, "w")
         for stream in (first, second):

@@ -264,6 +264,36 @@ async def test_channels_are_shared_by_address_and_closed_together() -> None:
     await server.stop(0)
 
 
+async def test_a_new_process_at_an_old_address_has_a_channel_of_its_own() -> None:
+    server = await start_echo(UnaryUnary=echo)
+    async with Channels() as channels:
+        old = channels.get(server.address, "1")
+        assert await EchoStub(old).unary_unary(b"x", timeout=5) == b"x"
+        await server.stop(0)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await EchoStub(old).unary_unary(b"x", timeout=5)
+
+        server = await start_echo(server.address, UnaryUnary=echo)
+        new = channels.get(server.address, "2")
+
+        assert new is not old
+        assert await EchoStub(new).unary_unary(b"x", timeout=5) == b"x"
+        # News of its predecessor may come late.
+        assert channels.get(server.address, "1") is new
+        assert channels.get(server.address) is new
+
+    for channel in (old, new):
+        assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+    await server.stop(0)
+
+
+async def test_a_process_becomes_known_without_a_new_channel() -> None:
+    async with Channels() as channels:
+        channel = channels.get("127.0.0.1:1")
+
+        assert channels.get("127.0.0.1:1", "1") is channel
+
+
 async def test_a_forgotten_address_gets_a_new_channel() -> None:
     async with Channels() as channels:
         channel = channels.get("127.0.0.1:1")

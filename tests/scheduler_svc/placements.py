@@ -12,6 +12,7 @@ SETTINGS = PlacementSettings()
 def make_worker(worker_id: str, role: Role = Role.DECODE, **changes: object) -> WorkerView:
     worker = WorkerView(
         worker_id=worker_id,
+        incarnation="1",
         holder_id=f"{worker_id}@1",
         role=role,
         address=f"{worker_id}:1",

@@ -11,7 +11,7 @@ from scheduler_svc.forecast import Ahead, Forecast, forecast
 from scheduler_svc.objectives import Objectives
 from scheduler_svc.workers import ActiveLoad, RequestFacts, Role, WorkerView
 
-DECODE = WorkerView("d0", "d0@1", Role.DECODE, "d0:1", "smol", "f1", 16, 10_000, 8192)
+DECODE = WorkerView("d0", "1", "d0@1", Role.DECODE, "d0:1", "smol", "f1", 16, 10_000, 8192)
 PREFILL = replace(DECODE, worker_id="p0", holder_id="p0@1", role=Role.PREFILL)
 FACTS = RequestFacts("smol", 1000, 16)
 

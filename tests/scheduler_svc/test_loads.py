@@ -9,7 +9,7 @@ from scheduler_svc.loads import HeldPlacement, LoadLedger
 from scheduler_svc.placement import Decision, PlacementSettings, place
 from scheduler_svc.workers import ActiveLoad, RequestFacts, Role, WorkerView
 
-DECODE = WorkerView("d0", "d0@1", Role.DECODE, "d0:1", "smol", "f1", 16, 100, 1024)
+DECODE = WorkerView("d0", "1", "d0@1", Role.DECODE, "d0:1", "smol", "f1", 16, 100, 1024)
 FACTS = RequestFacts("smol", 160, 16)
 PREFILL = replace(DECODE, worker_id="p0", holder_id="p0@1", role=Role.PREFILL)
 

@@ -17,7 +17,7 @@ from scheduler_svc.workers import (
     WorkerView,
 )
 
-DECODE = WorkerView("d0", "d0@1", Role.DECODE, "d0:1", "smol", "f1", 16, 1000, 8192)
+DECODE = WorkerView("d0", "1", "d0@1", Role.DECODE, "d0:1", "smol", "f1", 16, 1000, 8192)
 PREFILL = replace(DECODE, worker_id="p0", holder_id="p0@1", role=Role.PREFILL)
 FACTS = RequestFacts("smol", 1600, 16)
 SETTINGS = PlacementSettings(explore_ratio=0, local_margin=0)
