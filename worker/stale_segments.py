@@ -18,10 +18,14 @@ def remove_stale_segments(folder: Path, prefix: str) -> None:
     for path in folder.glob("*"):
         if not (path.name.startswith(prefix) and _INCARNATION.fullmatch(path.name[len(prefix) :])):
             continue
-        with path.open("rb") as segment:
-            try:
+        try:
+            with path.open("rb") as segment:
                 fcntl.flock(segment, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            path.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+        except BlockingIOError:
+            continue
+        except OSError as error:
+            # Another user's, or gone by now. It is only memory, and not ours to give back.
+            logger.warning("segment not removed", extra={"reason": str(error)})
+            continue
         logger.warning("removed the segment of a process that is gone", extra={"path": str(path)})

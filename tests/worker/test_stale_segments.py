@@ -26,3 +26,15 @@ def test_only_segments_of_dead_processes_with_this_worker_id_are_removed(tmp_pat
 
 def test_a_folder_without_segments_is_fine(tmp_path: Path) -> None:
     remove_stale_segments(tmp_path, "mesh-decode-1-")
+
+
+def test_what_cannot_be_opened_is_left_and_keeps_no_worker_from_starting(tmp_path: Path) -> None:
+    dead = tmp_path / f"mesh-decode-1-{new_incarnation()}"
+    dead.write_bytes(b"kv")
+    # As another user's file is for all users but root.
+    closed = tmp_path / f"mesh-decode-1-{new_incarnation()}"
+    closed.mkdir()
+
+    remove_stale_segments(tmp_path, "mesh-decode-1-")
+
+    assert list(tmp_path.iterdir()) == [closed]
