@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 128
 _CLOSE_TIMEOUT_S = 2.0
+# Of accepting again after a failure, which may be there as long as nobody closes anything.
+_ACCEPT_DELAY_S = 0.1
 # In the time after which a reader gives up, where there is nothing to send yet.
 _SIGNS_OF_LIFE = 4
 
@@ -52,7 +54,7 @@ class BlockServer:
         self._max_connections = max_connections
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._is_closing = False
+        self._closing = threading.Event()
 
     def __enter__(self) -> Self:
         family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
@@ -63,7 +65,7 @@ class BlockServer:
 
     def __exit__(self, *exc_info: object) -> None:
         with self._lock:
-            self._is_closing = True
+            self._closing.set()
             open_now = dict(self._connections)
         # Wakes whoever waits on them, which closing does not.
         shut_down(self._listener)
@@ -84,16 +86,17 @@ class BlockServer:
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                if self._is_closing:
+                if self._closing.is_set():
                     return
                 # Out of descriptors, or a peer that went away again: others may still come.
                 logger.warning("connection not accepted", extra={"reason": str(error)})
+                self._closing.wait(_ACCEPT_DELAY_S)
                 continue
             thread = threading.Thread(
                 target=self._serve, args=(connection,), name="kv-send", daemon=True
             )
             with self._lock:
-                is_welcome = not self._is_closing and (
+                is_welcome = not self._closing.is_set() and (
                     len(self._connections) < self._max_connections
                 )
                 if is_welcome:
@@ -114,13 +117,13 @@ class BlockServer:
                 with self._lock:
                     # Wrapping takes the descriptor away from the socket that was accepted.
                     self._connections[connection] = self._connections.pop(accepted)
-                    if self._is_closing:
+                    if self._closing.is_set():
                         shut_down(connection)
             while first_byte := _wait_for_request(connection):
                 connection.settimeout(self._stall_timeout_s)
                 self._answer(connection, block_wire.receive_request(connection, first_byte))
         except (OSError, block_wire.WireError) as error:
-            if not self._is_closing:
+            if not self._closing.is_set():
                 logger.warning("a reader is gone", extra={"reason": str(error)})
         finally:
             connection.close()
