@@ -43,6 +43,7 @@ class BlockServer:
         *,
         tls: ssl.SSLContext | None = None,
         stall_timeout_s: float = 5.0,
+        idle_timeout_s: float = 2 * block_wire.MAX_REST_S,
         max_connections: int = 256,
     ) -> None:
         self.token = secrets.token_bytes(block_wire.TOKEN_BYTES)
@@ -51,6 +52,7 @@ class BlockServer:
         self._address = (host, port)
         self._tls = tls
         self._stall_timeout_s = stall_timeout_s
+        self._idle_timeout_s = idle_timeout_s
         self._max_connections = max_connections
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
@@ -119,7 +121,7 @@ class BlockServer:
                     self._connections[connection] = self._connections.pop(accepted)
                     if self._closing.is_set():
                         shut_down(connection)
-            while first_byte := _wait_for_request(connection):
+            while first_byte := _wait_for_request(connection, self._idle_timeout_s):
                 connection.settimeout(self._stall_timeout_s)
                 self._answer(connection, block_wire.receive_request(connection, first_byte))
         except (OSError, block_wire.WireError) as error:
@@ -233,10 +235,16 @@ def _send_filled(
     return filling.wait_for_token()
 
 
-def _wait_for_request(connection: socket.socket) -> bytes:
-    """The first byte of a request, for which there is no hurry; empty at the end."""
-    connection.settimeout(None)
-    return connection.recv(1)
+def _wait_for_request(connection: socket.socket, timeout_s: float) -> bytes:
+    """The first byte of a request; empty at the end, or when none has come for so long.
+
+    Of a machine that lost its power nothing ever comes, not even an end.
+    """
+    connection.settimeout(timeout_s)
+    try:
+        return connection.recv(1)
+    except TimeoutError:
+        return b""
 
 
 def shut_down(connection: socket.socket) -> None:

@@ -29,6 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 TOKEN_BYTES = 16
+MAX_REST_S = 30.0
 # Fits into a core's cache, so that checking a piece costs no trip to memory.
 _PIECE_BYTES = 1 << 20
 _MAX_BODY_BYTES = 64 << 20

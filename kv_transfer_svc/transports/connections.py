@@ -1,10 +1,12 @@
 """Connections to other agents' data ports."""
 
+import math
 import socket
 import ssl
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kv_transfer_svc.transports import block_wire
@@ -15,20 +17,27 @@ _MAX_IDLE = 16
 
 
 class Connections:
-    """They are opened when needed and kept for the next read."""
+    """They are opened when needed and kept for a next read that comes soon."""
 
     def __init__(
-        self, connect_timeout_s: float, stall_timeout_s: float, tls: ssl.SSLContext | None
+        self,
+        connect_timeout_s: float,
+        stall_timeout_s: float,
+        tls: ssl.SSLContext | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._tls = tls
         self._lock = threading.Lock()
-        self._idle: dict[Address, list[socket.socket]] = defaultdict(list)
+        self._clock = clock
+        # With the time since when each has rested.
+        self._idle: dict[Address, list[tuple[float, socket.socket]]] = defaultdict(list)
 
     @contextmanager
     def lend(self, source: RemoteSource) -> Iterator[socket.socket]:
         """A connection for one read; after a failure nobody gets it again."""
+        self._close_rested()
         connection = self._take_idle(source.data_address) or self._connect(source)
         try:
             yield connection
@@ -37,23 +46,31 @@ class Connections:
             raise
         with self._lock:
             idle = self._idle[source.data_address]
-            idle.append(connection)
-            surplus = idle.pop(0) if len(idle) > _MAX_IDLE else None
+            idle.append((self._clock(), connection))
+            surplus = idle.pop(0)[1] if len(idle) > _MAX_IDLE else None
         if surplus is not None:
             surplus.close()
 
     def close(self) -> None:
+        self._close_older_than(math.inf)
+
+    def _close_rested(self) -> None:
+        """Those that the other side is about to close, or is not there any more to do so."""
+        self._close_older_than(self._clock() - block_wire.MAX_REST_S)
+
+    def _close_older_than(self, time_s: float) -> None:
         with self._lock:
-            for idle in self._idle.values():
-                for connection in idle:
-                    connection.close()
-            self._idle.clear()
+            for address, idle in list(self._idle.items()):
+                while idle and idle[0][0] < time_s:
+                    idle.pop(0)[1].close()
+                if not idle:
+                    del self._idle[address]
 
     def _take_idle(self, address: Address) -> socket.socket | None:
         while True:
             with self._lock:
                 idle = self._idle.get(address)
-                connection = idle.pop() if idle else None
+                connection = idle.pop()[1] if idle else None
                 if not idle:
                     self._idle.pop(address, None)
             if connection is None or not block_wire.has_ended(connection):
