@@ -6,13 +6,14 @@ The engine reads the source's memory without its agent. Two things follow:
   after the blocks, as the source's agent does where it sends them.
 - A read that timed out cannot be called back: a peer that was frozen writes when it thaws. So
   blocks are read into staging memory of ours and copied from there once they are whole. What a
-  failed read may still write to is never used again.
+  read that was given up may still write to is not used before that read has ended.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'pdmesh[mooncake]', and libibverbs (Debian: apt-get install libibverbs1)"
 _STAGING_BYTES = 16 << 20
-# Staging areas to which reads that timed out may yet write. With so many, TCP takes over.
+# Staging areas to which reads that were given up may yet write. With so many, TCP takes over.
 _MAX_SPOILT = 16
 # A read that was refused or cut off writes no more; what else was in flight with it ends soon.
 _QUARANTINE_S = 60.0
@@ -75,13 +76,13 @@ class MooncakeTransport:
         self._threads = ThreadPoolExecutor(num_reads + _MAX_SPOILT, thread_name_prefix="kv-read")
         self._reads = asyncio.Semaphore(num_reads)
         self._idle: list[NDArray[np.uint8]] = []
-        # Kept: their memory is not ours to give back.
-        self._spoilt: list[NDArray[np.uint8]] = []
+        # Of reads that were given up and go on: not ours until they end.
+        self._spoilt: dict[Future[int], NDArray[np.uint8]] = {}
         self._exposed: dict[str, Segment] = {}
 
     @property
     def is_usable(self) -> bool:
-        """Not after many reads from frozen peers, until the process is started again."""
+        """Not while many reads that were given up go on, as those from frozen peers do."""
         return len(self._spoilt) < _MAX_SPOILT
 
     @property
@@ -201,24 +202,46 @@ class MooncakeTransport:
             async with asyncio.timeout(self._stall_timeout_s):
                 result = await asyncio.wrap_future(reading)
         except TimeoutError as error:
-            self._spoilt.append(staging)
+            self._give_up(reading, staging)
             raise KvTransferFailed(
                 f"reading from {peer}: nothing for {self._stall_timeout_s:g} s"
             ) from error
         except BaseException:
-            self._spoilt.append(staging)
+            self._give_up(reading, staging)
             raise
         if result != 0:
-            asyncio.get_running_loop().call_later(_QUARANTINE_S, self._idle.append, staging)
+            self._quarantine(staging)
             raise KvTransferFailed(f"reading from {peer}: the Transfer Engine says {result}")
         return staging
+
+    def _give_up(self, reading: "Future[int]", staging: NDArray[np.uint8]) -> None:
+        """Have a read's staging memory back when the read ends, if it ever does."""
+        loop = asyncio.get_running_loop()
+        self._spoilt[reading] = staging
+
+        def take_back() -> None:
+            del self._spoilt[reading]
+            if reading.cancelled() or (reading.exception() is None and reading.result() == 0):
+                self._idle.append(staging)
+            else:
+                self._quarantine(staging)
+
+        def has_ended(_: "Future[int]") -> None:
+            # In the thread that read; the loop may be closed by now.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(take_back)
+
+        reading.add_done_callback(has_ended)
+
+    def _quarantine(self, staging: NDArray[np.uint8]) -> None:
+        asyncio.get_running_loop().call_later(_QUARANTINE_S, self._idle.append, staging)
 
     def _take(self, num_bytes: int) -> NDArray[np.uint8]:
         for index, staging in enumerate(self._idle):
             if staging.nbytes >= num_bytes:
                 return self._idle.pop(index)
         if not self.is_usable:
-            raise KvTransferFailed("too many reads have timed out: restart the agent")
+            raise KvTransferFailed("too many reads that were given up still go on")
         made = np.zeros(max(num_bytes, _STAGING_BYTES), np.uint8)
         if self._engine.register_memory(made.ctypes.data, made.nbytes) != 0:
             raise KvTransferFailed("the Transfer Engine takes no more memory")

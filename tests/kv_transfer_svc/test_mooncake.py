@@ -194,20 +194,52 @@ async def test_read_that_ends_late_writes_to_nobodys_blocks(
     assert np.array_equal(after[2], read_blocks(source)[5])
 
 
-async def test_after_too_many_late_reads_blocks_come_over_tcp(
+async def test_with_too_many_late_reads_blocks_come_over_tcp_until_those_have_ended(
     start: StartAgent, make_segment: MakeSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mooncake_module, "_MAX_SPOILT", 1)
     engine = PaperEngine(1)
-    here, there = await start(engine, stall_timeout_s=0.5), await start(PaperEngine(2))
+    here, there = await start(engine, stall_timeout_s=60), await start(PaperEngine(2))
     there.attach(make_segment("p"))
     here.attach(make_segment("d"))
     engine.gate.clear()
-    with pytest.raises(KvTransferFailed):
-        await here.agent.pull(pull_from(there, [3], [0]))
+    pulling = asyncio.create_task(here.agent.pull(pull_from(there, [3], [0])))
+    await asyncio.to_thread(engine.reading.wait, 20)
+    # As by a client that goes away.
+    pulling.cancel()
+    await asyncio.wait([pulling])
+    assert (await here.agent.pull(pull_from(there, [3], [0]))).transport == "tcp"
+
     engine.gate.set()
 
-    assert (await here.agent.pull(pull_from(there, [3], [0]))).transport == "tcp"
+    mooncake = here.agent.network.mooncake
+    async with asyncio.timeout(20):
+        while not mooncake.is_usable:  # noqa: ASYNC110 - the thread that read tells the event loop
+            await asyncio.sleep(0.01)
+    assert (await here.agent.pull(pull_from(there, [3], [0]))).transport == "mooncake"
+    assert len(mooncake._idle) == 1
+
+
+async def test_late_read_that_fails_gives_its_memory_back_after_a_while(
+    start: StartAgent, make_segment: MakeSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was in flight with it may come yet."""
+    monkeypatch.setattr(mooncake_module, "_QUARANTINE_S", 3600)
+    engine = PaperEngine(1)
+    here, there = await start(engine, stall_timeout_s=0.1), await start(PaperEngine(2))
+    here.attach(make_segment("d"))
+    with there.agent.segments.attached(make_segment("p")):
+        engine.gate.clear()
+        with pytest.raises(KvTransferFailed, match=r"nothing for"):
+            await here.agent.pull(pull_from(there, [3], [0]))
+    # Its source is not readable any more.
+    mooncake = here.agent.network.mooncake
+    engine.gate.set()
+
+    async with asyncio.timeout(20):
+        while mooncake._spoilt:  # noqa: ASYNC110 - the thread that read tells the event loop
+            await asyncio.sleep(0.01)
+    assert not mooncake._idle
 
 
 async def test_engine_that_detaches_is_not_readable_any_more(
