@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Protocol, Self
 
@@ -92,6 +93,8 @@ class BlockPublisher:
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
+        # By the event loop's clock.
+        self._renew_at = asyncio.get_running_loop().time() + self._renew_s
         self._task = asyncio.create_task(self._publish_for_ever(), name="block-publisher")
         return self
 
@@ -147,13 +150,19 @@ class BlockPublisher:
         return bool(self._must_start_over or self._to_store or self._to_remove)
 
     async def _wait_for_changes(self) -> None:
-        """Until there is something to publish; the lease is renewed meanwhile."""
+        """Until there is something to publish; the lease is renewed meanwhile.
+
+        Changes renew it too. But what has not changed is published again by renewals alone, and
+        has to be while others change all the time.
+        """
         if self._must_start_over:
             return
-        try:
-            async with asyncio.timeout(self._renew_s):
+        loop = asyncio.get_running_loop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(self._renew_at):
                 await self._changed.wait()
-        except TimeoutError:
+        if loop.time() >= self._renew_at:
+            self._renew_at = loop.time() + self._renew_s
             await self._renew()
         self._changed.clear()
 

@@ -198,6 +198,23 @@ async def test_everything_is_published_again_before_it_ends_by_itself() -> None:
         await wait_until(lambda: index.known == {A, B, C})
 
 
+async def test_what_stays_is_published_again_while_other_blocks_change_all_the_time() -> None:
+    index = FakeIndex()
+    async with publisher_of(index, renew_s=0.005, refresh_s=0.02, gather_s=0) as publisher:
+        publisher.offer(BlockEvents(stored=[A, B]))
+        await wait_until(lambda: index.known == {A, B})
+        index.known.clear()
+
+        async def fill_blocks() -> None:
+            while True:
+                publisher.offer(BlockEvents(stored=[C]))
+                await asyncio.sleep(0)
+
+        filling = asyncio.create_task(fill_blocks())
+        await wait_until(lambda: index.known == {A, B, C})
+        filling.cancel()
+
+
 @settings(max_examples=30)
 @given(
     st.lists(
