@@ -138,8 +138,9 @@ class TieredKv:
             if error.may_still_write and not await self._agent.is_quiet(wanted.request_id):
                 self._engine.remote_kv_late(wanted.request_id)
                 await self._agent.wait_until_quiet(wanted.request_id)
-        finally:
-            self._engine.tiered_kv_done(wanted.request_id, num_blocks)
+        # Not when cancelled, which is the end: the agent may still write, and the blocks stay
+        # reserved for it.
+        self._engine.tiered_kv_done(wanted.request_id, num_blocks)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

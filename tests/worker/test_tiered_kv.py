@@ -151,6 +151,20 @@ async def test_load_of_a_request_that_was_left_still_ends(rig: Rig) -> None:
     assert (await next_tier_answer(rig))[0] == "r"
 
 
+async def test_blocks_that_the_agent_may_still_write_to_stay_reserved_at_the_end(rig: Rig) -> None:
+    # KV-21
+    rig.agent.may_finish.clear()
+    running, run = await rig.start(make_request())
+    run.want_remote_kv(0, 7, keys=KEYS[:1])
+    await rig.agent.loads.get()
+
+    await rig.tiered.__aexit__()
+
+    assert rig.engine.tier_answers.empty()
+    run.finish(5)
+    await running
+
+
 async def test_filled_blocks_are_offered_with_their_generations(rig: Rig) -> None:
     rig.tiered.offer(BlockEvents(list(KEYS), [], [4, 5], [1, 9]))
 
