@@ -98,7 +98,7 @@ class TransferAgent:
         host, _, port = self._address.rpartition(":")
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
-                _, writer = await asyncio.open_connection(host, int(port))
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         except ConnectionRefusedError:
             return True
         except OSError:
