@@ -192,9 +192,8 @@ class ColdTiers:
 
     def _drop(self, block: DiskBlock) -> None:
         assert self.disk is not None
-        for file in self.disk.discard(block.file.path):
+        for file in self.disk.drop(block.file.path):
             self._on_change(file.model, "disk", (), file.keys)
-        block.file.path.unlink(missing_ok=True)
 
     def _count(self, sources: Sequence[Source]) -> None:
         files = {

@@ -44,7 +44,7 @@ class DiskStore:
         """Take over what an earlier process left; what is damaged is deleted and counted."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.glob(f"*{block_file.TEMPORARY_SUFFIX}"):
-            path.unlink(missing_ok=True)
+            _delete(path)
         by_age = sorted(
             self.folder.glob(f"*{block_file.SUFFIX}"), key=lambda path: path.stat().st_mtime_ns
         )
@@ -53,7 +53,7 @@ class DiskStore:
                 self.add(block_file.read_header(path))
             except DamagedFile as error:
                 report_damage(error)
-                path.unlink(missing_ok=True)
+                _delete(path)
         return list(self._files.values())
 
     def latest(self, max_bytes: int) -> list[BlockFile]:
@@ -88,10 +88,13 @@ class DiskStore:
         for index, key in enumerate(file.keys):
             self._blocks[key] = DiskBlock(file, index)
         while self.num_bytes > self.max_bytes and self._files:
-            oldest = next(iter(self._files))
-            removed += self.discard(oldest)
-            oldest.unlink(missing_ok=True)
+            removed += self.drop(next(iter(self._files)))
         return removed
+
+    def drop(self, path: Path) -> list[BlockFile]:
+        """Forget a file and delete it; returns it if it was known."""
+        _delete(path)
+        return self.discard(path)
 
     def discard(self, path: Path) -> list[BlockFile]:
         """Forget a file; returns it if it was known."""
@@ -105,6 +108,14 @@ class DiskStore:
             if found is not None and found.file is file:
                 del self._blocks[key]
         return [file]
+
+
+def _delete(path: Path) -> None:
+    """One that cannot be deleted takes up room and nothing else: nobody knows it any more."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("a file of the disk tier stays", extra={"reason": str(error)})
 
 
 def report_damage(error: DamagedFile) -> None:

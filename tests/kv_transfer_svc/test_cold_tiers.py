@@ -404,6 +404,35 @@ async def test_disk_that_is_full_costs_the_tier_and_nothing_else(
     assert await load(agent, keys) == Loaded(2, 0)
 
 
+async def test_files_that_cannot_be_deleted_cost_their_room_and_nothing_else(
+    start: StartAgent,
+    make_segment: MakeSegment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = keys_of(*range(4))
+    path, _ = await prepared(start, make_segment, tmp_path, keys)
+    (tmp_path / "half.kv").write_bytes(b"half")
+
+    def read_only(*arguments: Any, **settings: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", read_only)
+    # Room for one file.
+    agent = await start(disk=DiskStore(tmp_path, path.stat().st_size))
+    attach(agent, make_segment("p2"))
+    attach(agent, make_segment("d"))
+    newer, newest = keys_of(5), keys_of(6)
+    async with asyncio.timeout(20):
+        for block_id, one in enumerate((newer, newest)):
+            await agent.agent.store(Store("p2", "m", one, [block_id], [1]))
+            await agent.agent.tiers.flush()
+
+    found = [await load(agent, one) for one in (keys, newer, newest)]
+    monkeypatch.undo()
+    assert found == [Loaded(0, 0), Loaded(1, 1), Loaded(1, 1)]
+
+
 async def test_blocks_of_another_layout_are_a_miss(
     start: StartAgent, make_segment: MakeSegment, tmp_path: Path
 ) -> None:
