@@ -41,7 +41,9 @@ class KvTransferConfig(ServiceConfig):
     )
     disk_bytes: int = Field(2 << 30, ge=1, description="what disk_path may grow to")
     advertise_address: Address | None = Field(
-        None, description="address under which workers know this agent; by default its own"
+        None,
+        description="address under which workers know this agent, their kv_transfer_address to the"
+        " letter; by default its own",
     )
     tls_certificate: Path | None = Field(
         None, description="PEM certificate shown to other agents; all three files or none"
@@ -60,6 +62,16 @@ class KvTransferConfig(ServiceConfig):
         "tcp", description="what the Transfer Engine runs over"
     )
     mooncake_device: str = Field("", description="RDMA devices for it, by comma; empty is all")
+
+    @model_validator(mode="after")
+    def _is_known_as_it_is_called(self) -> Self:
+        host = self.listen.rpartition(":")[0]
+        if host in ("0.0.0.0", "[::]") and self.advertise_address is None:
+            raise ValueError(
+                f"listening on {host} needs advertise_address: workers' kv_transfer_address, by "
+                "which they find what the host and disk tiers hold"
+            )
+        return self
 
     @model_validator(mode="after")
     def _mooncake_is_trusted(self) -> Self:

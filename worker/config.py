@@ -27,7 +27,8 @@ class WorkerConfig(ServiceConfig):
     model: str = Field(min_length=1, description="name under which the model is served")
     model_path: Path = Field(description="folder with the model's safetensors and config.json")
     kv_transfer_address: Address = Field(
-        "127.0.0.1:50060", description="this machine's KV transfer agent"
+        "127.0.0.1:50060",
+        description="this machine's KV transfer agent; other machines' agents call it so too",
     )
     advertise_host: str | None = Field(
         None, description="host under which others reach this worker; by default the listen host"

@@ -7,12 +7,29 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from kv_transfer_svc.config import KvTransferConfig
 from kv_transfer_svc.segments import SegmentSpec
 from mesh.client import connect
+from mesh.config import ConfigError, read
 from mesh.ports import find_free_ports
 from mesh.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:50060", "[::]:50060"])
+def test_listening_everywhere_needs_the_address_that_workers_use(
+    monkeypatch: pytest.MonkeyPatch, listen: str
+) -> None:
+    """Else the tiers would be published under an address that no worker has, and never asked."""
+    monkeypatch.setenv("PDMESH_LISTEN", listen)
+    with pytest.raises(ConfigError, match="advertise_address"):
+        read(KvTransferConfig)
+
+    monkeypatch.setenv("PDMESH_ADVERTISE_ADDRESS", "10.0.0.1:50060")
+    assert read(KvTransferConfig).listen == listen
 
 
 async def test_process_ends_at_once_though_segments_are_attached(
