@@ -2,8 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from kv_transfer_svc.tiers.cold_tiers import ColdTiers, Loaded
 from kv_transfer_svc.transports.base import Transport
 from kv_transfer_svc.transports.segment_copy import CopyProgress, FollowingCopy
 from mesh import metrics
-from mesh.errors import InvalidRequest, KvTransferFailed
+from mesh.errors import InvalidRequest, KvTransferFailed, WorkerUnavailable
 from mesh.telemetry import Stopwatch
 
 
@@ -69,17 +69,34 @@ class TransferAgent:
         self._unfinished: set[CopyProgress] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        # Of the copies that run.
+        self._limits: set[asyncio.Timeout] = set()
+        self._is_ending = False
 
     async def drain(self) -> None:
-        """Let the copies in flight finish, then let go of the segments."""
-        await self._idle.wait()
+        """Let the copies in flight finish, then let go of the segments.
+
+        Cancelled, it ends the copies first. Behind it nothing writes any more: the port is closed
+        then, and a worker that sees that gives the blocks it waited for to others.
+        """
+        try:
+            await self._idle.wait()
+            self._is_ending = True
+            # For those that have begun meanwhile.
+            await self._idle.wait()
+        except asyncio.CancelledError:
+            self._is_ending = True
+            for limit in self._limits:
+                limit.reschedule(asyncio.get_running_loop().time())
+            await self._idle.wait()
+            raise
         self.draining.set()
         if self.tiers is not None:
             await self.tiers.flush()
 
     async def pull(self, pull: Pull) -> Moved:
         """Copy the blocks; returns, or raises, when no byte is being written any more."""
-        with self._copying(pull.request_id):
+        async with self._copying(pull.request_id):
             moved = await self._pull(pull)
         self._count(moved)
         return moved
@@ -99,8 +116,9 @@ class TransferAgent:
         """Fill blocks from the colder tiers, as many of the leading ones as they have."""
         if self.tiers is None:
             return Loaded()
-        with self._copying(request_id), self.segments.in_use(engine_id) as (segment,):
-            return await self.tiers.load(segment, keys, block_ids)
+        async with self._copying(request_id):
+            with self.segments.in_use(engine_id) as (segment,):
+                return await self.tiers.load(segment, keys, block_ids)
 
     @property
     def num_bytes(self) -> int:
@@ -111,16 +129,26 @@ class TransferAgent:
         """Of a request, or of all where none is named."""
         return self._active[request_id] if request_id else self.stats.num_active_pulls
 
-    @contextmanager
-    def _copying(self, request_id: str) -> Iterator[None]:
+    @asynccontextmanager
+    async def _copying(self, request_id: str) -> AsyncIterator[None]:
         """Counted before the first check: callers ask for it to learn whether a call that they
-        gave up could still write."""
+        gave up could still write. Raises WorkerUnavailable at the agent's end."""
+        if self._is_ending:
+            raise WorkerUnavailable("the transfer agent is stopping")
+        limit = asyncio.timeout(None)
+        self._limits.add(limit)
         self.stats.num_active_pulls += 1
         self._active[request_id] += 1
         self._idle.clear()
         try:
-            yield
+            async with limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise WorkerUnavailable("the transfer agent stopped in the middle") from error
         finally:
+            self._limits.discard(limit)
             self.stats.num_active_pulls -= 1
             self._active -= Counter((request_id,))
             if self.stats.num_active_pulls == 0:

@@ -112,6 +112,7 @@ class KvTransferServiceServicer:
         bytes were damaged on the way, or a block was reused
         before or while it was read; nothing that was written
         may be used
+        UNAVAILABLE          the agent is stopping; nothing is written any more
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -162,6 +163,7 @@ class KvTransferServiceServicer:
         Errors:
         INVALID_ARGUMENT  block ids are out of range or differ in number from the keys
         ABORTED           the engine is not attached here
+        UNAVAILABLE       the agent is stopping; nothing is written any more
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -65,6 +65,7 @@ class KvTransferServiceStub:
                            bytes were damaged on the way, or a block was reused
                            before or while it was read; nothing that was written
                            may be used
+      UNAVAILABLE          the agent is stopping; nothing is written any more
     """
     Locate: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.LocateRequest, _kv_transfer_pb2.LocateResponse]
     """Tells another machine's agent how to read an engine's blocks from here.
@@ -99,6 +100,7 @@ class KvTransferServiceStub:
     Errors:
       INVALID_ARGUMENT  block ids are out of range or differ in number from the keys
       ABORTED           the engine is not attached here
+      UNAVAILABLE       the agent is stopping; nothing is written any more
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_kv_transfer_pb2.GetStatsRequest, _kv_transfer_pb2.GetStatsResponse]
     """Reports what is attached and what was moved."""
@@ -140,6 +142,7 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
                            bytes were damaged on the way, or a block was reused
                            before or while it was read; nothing that was written
                            may be used
+      UNAVAILABLE          the agent is stopping; nothing is written any more
     """
     Locate: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.LocateRequest, _kv_transfer_pb2.LocateResponse]  # type: ignore[assignment]
     """Tells another machine's agent how to read an engine's blocks from here.
@@ -174,6 +177,7 @@ class KvTransferServiceAsyncStub(KvTransferServiceStub):
     Errors:
       INVALID_ARGUMENT  block ids are out of range or differ in number from the keys
       ABORTED           the engine is not attached here
+      UNAVAILABLE       the agent is stopping; nothing is written any more
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_kv_transfer_pb2.GetStatsRequest, _kv_transfer_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Reports what is attached and what was moved."""
@@ -224,6 +228,7 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
                                bytes were damaged on the way, or a block was reused
                                before or while it was read; nothing that was written
                                may be used
+          UNAVAILABLE          the agent is stopping; nothing is written any more
         """
 
     @_abc_1.abstractmethod
@@ -282,6 +287,7 @@ class KvTransferServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           INVALID_ARGUMENT  block ids are out of range or differ in number from the keys
           ABORTED           the engine is not attached here
+          UNAVAILABLE       the agent is stopping; nothing is written any more
         """
 
     @_abc_1.abstractmethod

@@ -12,7 +12,7 @@ from kv_transfer_svc.pulls import Moved, Pull
 from kv_transfer_svc.runs import BlockRun
 from kv_transfer_svc.segments import Segment, SegmentSpec, SegmentTable
 from kv_transfer_svc.transports.segment_copy import FollowingCopy
-from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch
+from mesh.errors import InvalidRequest, KvTransferFailed, LayoutMismatch, WorkerUnavailable
 
 MakeSegment = Callable[..., SegmentSpec]
 PULL = Pull("p", [1, 2, 3], "d", [4, 5, 6])
@@ -177,6 +177,59 @@ async def test_draining_waits_for_the_pulls_in_flight(make_segment: MakeSegment)
         await draining
 
     assert agent.draining.is_set()
+
+
+class StubbornTransport(PaperTransport):
+    """Does not leave the blocks alone at once when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_told = asyncio.Event()
+
+    async def copy(self, source: Segment, destination: Segment, runs: Sequence[BlockRun]) -> int:
+        try:
+            return await super().copy(source, destination, runs)
+        except asyncio.CancelledError:
+            self.was_told.set()
+            await self.may_end.wait()
+            raise
+
+
+async def test_drain_out_of_time_is_over_when_the_pulls_are(make_segment: MakeSegment) -> None:
+    # KV-21: with the end of the drain the port is closed, which workers take for the agent's end.
+    transport = StubbornTransport()
+    transport.may_end.clear()
+    agent, attachments = make_agent(transport, make_segment("p"), make_segment("d"))
+    with attachments:
+        pulling = asyncio.create_task(agent.pull(PULL))
+        await transport.has_begun.wait()
+        draining = asyncio.create_task(agent.drain())
+        await asyncio.sleep(0)
+
+        draining.cancel()
+        await transport.was_told.wait()
+        assert not draining.done()
+        with pytest.raises(WorkerUnavailable):
+            await agent.pull(PULL)
+        transport.may_end.set()
+
+        await asyncio.wait([draining])
+        assert draining.cancelled()
+        assert agent.stats.num_active_pulls == 0
+        with pytest.raises(WorkerUnavailable):
+            await pulling
+
+
+async def test_after_a_drain_nothing_is_copied_any_more(make_segment: MakeSegment) -> None:
+    transport = PaperTransport()
+    agent, attachments = make_agent(transport, make_segment("p"), make_segment("d"))
+    with attachments:
+        await agent.drain()
+
+        with pytest.raises(WorkerUnavailable):
+            await agent.pull(PULL)
+
+    assert transport.copies == []
 
 
 def test_pace_of_nothing_is_zero() -> None:

@@ -284,7 +284,7 @@ async def test_blocks_behind_a_damaged_one_do_not_count(
     source = attach(agent, make_segment("p", num_blocks))
     await store(agent, keys, list(range(num_blocks)))
     expected = bytes_of(source, *range(num_blocks))
-    await agent.agent.drain()
+    await agent.agent.tiers.flush()
     destination = attach(agent, make_segment("d", num_blocks))
     assert await load(agent, keys) == Loaded(num_blocks, num_blocks)
     assert np.array_equal(bytes_of(destination, *range(num_blocks)), expected)

@@ -308,6 +308,31 @@ async def test_draining_agent_lets_go_of_its_segments(
         await anext(aiter(attached_late))
 
 
+async def test_pull_that_a_drain_cuts_short_is_answered(
+    served: Served, make_segment: MakeSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slow_copy(*arguments: Any) -> int:
+        has_begun.set()
+        may_end.wait(60)
+        return 0
+
+    monkeypatch.setattr(segment_copy, "copy_runs", slow_copy)
+    await served.attach(make_segment("p"))
+    await served.attach(make_segment("d"))
+    pulling = asyncio.create_task(served.pull([1], [2]))
+    await asyncio.to_thread(has_begun.wait)
+    draining = asyncio.create_task(served.agent.drain())
+    await asyncio.sleep(0)
+
+    draining.cancel()
+    may_end.set()
+
+    with pytest.raises(WorkerUnavailable):
+        await asyncio.wait_for(pulling, 20)
+
+
 async def test_span_tells_size_and_pace_and_is_the_callers_child(
     served: Served, make_segment: MakeSegment
 ) -> None:
