@@ -157,16 +157,14 @@ async def run(config: GatewayConfig) -> None:
             InferenceServicer(core),
             inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
         )
-
-        async def start_rest(_: str) -> None:
-            await rest.start()
-
         try:
+            # First: once gRPC answers, whoever looks after this process takes what answers at
+            # the REST port for it, and that may be another program.
+            await rest.start()
             await serve(
                 server,
                 drain=rest.drain,
                 drain_timeout_s=config.drain_timeout_s,
-                on_started=start_rest,
                 parent_pid=config.parent_pid,
             )
         finally:

@@ -237,9 +237,11 @@ def _python_service(
 ) -> ServiceSpec:
     role = _role(name)
     package = role if role == "gateway" else f"{role}_svc"
-    probe = _http_probe(f"http://{address}") if role == "gateway" else _grpc_probe(address)
     # A gateway that drains listens to gRPC for longer.
     grpc_address = env.get("PDMESH_INFERENCE_LISTEN", address)
+    probe = _grpc_probe(grpc_address)
+    if role == "gateway":
+        probe = _gateway_probe(probe, f"http://{address}")
     return ServiceSpec(
         name=name,
         role=role,
@@ -289,9 +291,14 @@ def _grpc_probe(address: str) -> Callable[[], Awaitable[bool]]:
     return probe
 
 
-def _http_probe(url: str) -> Callable[[], Awaitable[bool]]:
+def _gateway_probe(
+    grpc_probe: Callable[[], Awaitable[bool]], url: str
+) -> Callable[[], Awaitable[bool]]:
+    """At the port that users chose another program may answer, as the gateway of another home
+    does: gRPC's was free, and tells that it is ours."""
+
     async def probe() -> bool:
-        return await asyncio.to_thread(http_health, url) == 200
+        return await grpc_probe() and await asyncio.to_thread(http_health, url) == 200
 
     return probe
 

@@ -1,5 +1,9 @@
 """From the options of `pdmesh up` to the settings of its services."""
 
+import asyncio
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,27 @@ from typer.testing import CliRunner
 from mesh.cli.main import app
 from mesh.home import Home
 from mesh.launch import LaunchOptions, plan_launch
+from mesh.server import MeshServer
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def healthy_port() -> Iterator[int]:
+    """Where a web server says that it is well, as any gateway does."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        serving = threading.Thread(target=server.serve_forever)
+        serving.start()
+        yield server.server_port
+        server.shutdown()
+        serving.join()
 
 
 def test_rules_file_goes_to_the_gateway_by_its_absolute_path(
@@ -69,3 +94,21 @@ def test_services_that_may_fail_one_at_a_time_are_told_apart(tmp_path: Path) -> 
     own = [spec.env.get("PDMESH_METRICS_LISTEN") for spec in specs.values() if spec.role != "redis"]
     own += [spec.address for spec in specs.values()]
     assert len(set(own)) == len(own)
+
+
+async def test_who_else_answers_at_the_gateways_port_is_not_the_gateway(
+    tmp_path: Path, healthy_port: int
+) -> None:
+    launch = plan_launch(Home(tmp_path), LaunchOptions("smol", tmp_path, port=healthy_port), {})
+    [gateway] = [spec for spec in launch.specs if spec.role == "gateway"]
+
+    assert not await gateway.probe()
+
+    ours = MeshServer(launch.grpc_address)
+    await ours.start()
+    try:
+        async with asyncio.timeout(20):
+            while not await gateway.probe():
+                pass
+    finally:
+        await ours.stop(0)
