@@ -100,7 +100,7 @@ class Supervisor:
         self._check_interval_s = hang_timeout_s / MAX_MISSES
         self._on_change = on_change or (lambda _: None)
         self._ready = False
-        self._pid_created_at = psutil.Process().create_time()
+        self._pid_created_at = _created_at(psutil.Process())
         self._failed = asyncio.Event()
         self._failure: BaseException | None = None
 
@@ -239,7 +239,7 @@ class Supervisor:
                 start_new_session=True,
             )
         with contextlib.suppress(psutil.NoSuchProcess):
-            service.created_at = psutil.Process(service.process.pid).create_time()
+            service.created_at = _created_at(psutil.Process(service.process.pid))
         service.state = "starting"
         self._publish()
 
@@ -366,10 +366,15 @@ def _find(pid: int | None, created_at: float | None) -> psutil.Process | None:
         return None
     try:
         process = psutil.Process(pid)
-        same = abs(process.create_time() - created_at) < 0.01
+        same = abs(_created_at(process) - created_at) < 0.01
     except psutil.NoSuchProcess:
         return None
     return process if same and not _has_ended(process) else None
+
+
+def _created_at(process: psutil.Process) -> float:
+    """Since boot: the time of day is set while processes live, and with it psutil's time."""
+    return float(process.create_time() - psutil.boot_time())
 
 
 def _has_ended(process: psutil.Process) -> bool:

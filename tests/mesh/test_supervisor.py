@@ -18,6 +18,7 @@ from mesh.supervisor import (
     Supervisor,
     clean_up,
     find_process,
+    find_supervisor,
 )
 
 SLEEP = "import time\nwhile True: time.sleep(60)"
@@ -380,6 +381,24 @@ def test_children_end_with_a_killed_supervisor(home: Home, tmp_path: Path) -> No
 
         _, alive = psutil.wait_procs([child], timeout=10)
         assert not alive
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="psutil adds the time of boot itself")
+async def test_processes_are_found_after_the_clock_was_set(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = supervise(home, spec("a", SLEEP))
+    await supervisor.start(timeout_s=20)
+    booted_at = psutil.boot_time()
+
+    # Of a machine that is told the time of day, the time since boot stays as it is.
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted_at + 3)
+    state = home.read_state()
+
+    assert state is not None
+    assert find_supervisor(state) is not None
+    assert find_process(state.services[0]) is not None
+    await supervisor.stop(grace_s=5)
 
 
 def test_one_home_has_one_supervisor(home: Home) -> None:
