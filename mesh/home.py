@@ -3,11 +3,14 @@
 import fcntl
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -91,12 +94,17 @@ class Home:
         return sorted(SHARED_MEMORY.glob(f"{self.segment_prefix}*"))
 
     def read_state(self) -> MeshState | None:
+        """None where there is none, or one that a machine lost with its power, or that another
+        version of pdmesh wrote."""
         try:
-            data = json.loads(self.state_file.read_text())
+            data = json.loads(self.state_file.read_text(errors="replace"))
+            services = tuple(ServiceRecord(**service) for service in data.pop("services"))
+            return MeshState(**data, services=services)
         except FileNotFoundError:
             return None
-        services = tuple(ServiceRecord(**service) for service in data.pop("services"))
-        return MeshState(**data, services=services)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            logger.warning("unreadable state file", extra={"error": repr(error)})
+            return None
 
     def write_state(self, state: MeshState) -> None:
         """Replace the state file in one step, so that no reader sees half of it."""

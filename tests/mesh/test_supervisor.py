@@ -409,5 +409,17 @@ def test_one_home_has_one_supervisor(home: Home) -> None:
         assert home.run.is_dir()
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "null", "[]", "{}", '{"services": [{"name": "a", "colour": "red"}]}', "\x00\x00"],
+)
+def test_a_state_file_that_cannot_be_read_is_in_nobodys_way(home: Home, text: str) -> None:
+    home.state_file.write_text(text)
+
+    assert home.read_state() is None
+    assert clean_up(home) == []
+    assert not home.state_file.exists()
+
+
 def test_homes_have_different_segment_prefixes(tmp_path: Path) -> None:
     assert Home(tmp_path / "a").segment_prefix != Home(tmp_path / "b").segment_prefix
