@@ -222,16 +222,23 @@ def _connection_options(timeout_s: float) -> dict[str, Any]:
 
 
 class _BoundedRedis(MeshRedis):
-    """Bounds a command as a whole: finding its server can take several connections."""
+    """Bounds a command as a whole: finding its server can take several connections.
 
-    _total_timeout_s: float
+    redis-py's pools for several servers refuse a command when all connections are in use,
+    which looks like a server that is gone: here it waits for its turn, as with one server.
+    """
+
+    def __init__(self, timeout_s: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._total_timeout_s = _MAX_TIMEOUTS * timeout_s
+        self._turns = asyncio.Semaphore(_MAX_CONNECTIONS)
 
     async def _observe(self, command: Callable[[], Awaitable[Result]]) -> Result:
         return await super()._observe(lambda: self._bounded(command))
 
     async def _bounded(self, command: Callable[[], Awaitable[Result]]) -> Result:
         try:
-            async with asyncio.timeout(self._total_timeout_s):
+            async with asyncio.timeout(self._total_timeout_s), self._turns:
                 return await command()
         except builtins.TimeoutError:
             raise TimeoutError(f"no reply within {self._total_timeout_s:g} s") from None
@@ -262,8 +269,7 @@ class _SentinelRedis(_BoundedRedis):
             ssl=servers.has_tls,
             **options,
         )
-        super().__init__(connection_pool=pool, breaker=breaker)
-        self._total_timeout_s = _MAX_TIMEOUTS * timeout_s
+        super().__init__(timeout_s, connection_pool=pool, breaker=breaker)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         await super().aclose(close_connection_pool)
@@ -281,8 +287,7 @@ class _ClusterRedis(_BoundedRedis):
         timeout_s: float,
         breaker: CircuitBreaker,
     ) -> None:
-        super().__init__(breaker=breaker)
-        self._total_timeout_s = _MAX_TIMEOUTS * timeout_s
+        super().__init__(timeout_s, breaker=breaker)
         self._cluster = RedisCluster(
             startup_nodes=[ClusterNode(host, port) for host, port in servers.hosts],
             username=servers.username,

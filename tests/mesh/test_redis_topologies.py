@@ -162,6 +162,32 @@ async def test_index_registry_limits_and_keys_work_on_a_cluster(cluster_url: str
         await client.aclose()
 
 
+async def check_a_crowd(url: str) -> None:
+    """More commands at once than there are connections."""
+    client = connect_redis(url, timeout_s=20)
+    try:
+        await client.ping()
+        assert await asyncio.gather(*(client.get("none") for _ in range(300))) == [None] * 300
+        assert not client.breaker.is_open
+    finally:
+        await client.aclose()
+
+
+async def test_a_crowd_of_commands_waits_for_its_turn_on_a_cluster(cluster_url: str) -> None:
+    await check_a_crowd(cluster_url)
+
+
+async def test_a_crowd_of_commands_waits_for_its_turn_by_sentinel(tmp_path: Path) -> None:
+    primary, sentinel = find_free_ports(2)
+    configuration = tmp_path / "sentinel.conf"
+    configuration.write_text(f"sentinel monitor mesh 127.0.0.1 {primary} 1\n")
+    with (
+        running_server(tmp_path / "p", primary, "--save", ""),
+        running_server(tmp_path / "q", sentinel, str(configuration), "--sentinel"),
+    ):
+        await check_a_crowd(f"redis+sentinel://127.0.0.1:{sentinel}/mesh")
+
+
 async def test_unreachable_cluster_and_sentinel_fail_within_bounds() -> None:
     [port] = find_free_ports(1)
     for url in (f"redis+cluster://127.0.0.1:{port}", f"redis+sentinel://127.0.0.1:{port}/mesh"):
