@@ -294,6 +294,9 @@ class _ClusterRedis(_BoundedRedis):
             password=servers.password,
             ssl=servers.has_tls,
             max_connections=_MAX_CONNECTIONS,
+            # A slot that has moved is noted by itself: to learn the cluster anew would close
+            # connections that other commands use.
+            reinitialize_steps=0,
             **options,
         )
 
@@ -305,6 +308,8 @@ class _ClusterRedis(_BoundedRedis):
         await self._cluster.aclose()
 
     async def _send(self, *args: Any, **options: Any) -> Any:
+        # By itself it chooses a node before it knows whose slot it is.
+        await self._cluster.initialize()
         return await self._cluster.execute_command(*args, **options)
 
     async def _drop_idle_connections(self) -> None:

@@ -177,6 +177,14 @@ async def test_a_crowd_of_commands_waits_for_its_turn_on_a_cluster(cluster_url: 
     await check_a_crowd(cluster_url)
 
 
+async def test_first_commands_to_a_cluster_may_come_together(cluster_url: str) -> None:
+    client = connect_redis(cluster_url, timeout_s=20)
+    try:
+        assert await asyncio.gather(*(client.get("none") for _ in range(20))) == [None] * 20
+    finally:
+        await client.aclose()
+
+
 async def test_a_crowd_of_commands_waits_for_its_turn_by_sentinel(tmp_path: Path) -> None:
     primary, sentinel = find_free_ports(2)
     configuration = tmp_path / "sentinel.conf"
