@@ -110,6 +110,8 @@ class Supervisor:
         Raises:
             StartFailed: a service cannot start, or is not ready in time.
         """
+        # A disk that takes no state file is found out here, where it can still be told.
+        self._home.write_state(self.state())
         for service in self._services:
             service.log_path.write_bytes(b"")
         for stage in sorted({service.spec.start_stage for service in self._services}):
@@ -297,7 +299,11 @@ class Supervisor:
 
     def _publish(self) -> None:
         state = self.state()
-        self._home.write_state(state)
+        try:
+            self._home.write_state(state)
+        except OSError as error:
+            # Services go on while the disk is full, and are stopped all the same.
+            logger.warning("state not written", extra={"error": repr(error)})
         self._on_change(state)
 
 

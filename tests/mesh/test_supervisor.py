@@ -110,6 +110,39 @@ async def test_a_service_that_dies_is_started_again_as_a_new_process(home: Home)
     await supervisor.stop(grace_s=5)
 
 
+async def test_a_state_file_that_cannot_be_written_ends_no_service(home: Home) -> None:
+    back = asyncio.Event()
+
+    def notice(state: MeshState) -> None:
+        if state.services[0].restarts == 1 and state.services[0].state == "running":
+            back.set()
+
+    supervisor = supervise(home, spec("a", SLEEP), spec("b", SLEEP), on_change=notice)
+    await supervisor.start(timeout_s=20)
+    # As if the disk were full: the file cannot be written before it is put in place.
+    home.state_file.with_suffix(".tmp").mkdir()
+    first, other = supervisor.state().services
+    assert first.pid is not None
+
+    os.kill(first.pid, signal.SIGKILL)
+    await asyncio.wait_for(back.wait(), 20)
+
+    assert find_process(other) is not None
+    second = supervisor.state().services[0]
+    await supervisor.stop(grace_s=5)
+    assert find_process(second) is find_process(other) is None
+
+
+async def test_a_home_that_cannot_be_written_to_fails_the_start(home: Home) -> None:
+    home.state_file.with_suffix(".tmp").mkdir()
+    supervisor = supervise(home, spec("a", SLEEP))
+
+    with pytest.raises(OSError, match=r"state\.tmp"):
+        await supervisor.start(timeout_s=20)
+
+    assert supervisor.state().services[0].pid is None
+
+
 # Answers whoever connects, for as long as it runs.
 ECHO = """
 import pathlib, socket, sys
