@@ -161,11 +161,13 @@ class _PrefillPools:
 def _decoders(serving: Sequence[WorkerView], facts: RequestFacts) -> list[WorkerView]:
     """Those that hold prompt and output; if there are none, those where the output ends early,
     as the engine ends it when the whole cache is one sequence."""
-    decoders = [worker for worker in serving if worker.role is Role.DECODE]
     # Before exclusions: whether a request fits does not depend on who failed it.
-    if decoders:
-        _check_fits(decoders, facts)
-    allowed = [worker for worker in decoders if worker.worker_id not in facts.excluded_worker_ids]
+    check_fits(serving, facts)
+    allowed = [
+        worker
+        for worker in serving
+        if worker.role is Role.DECODE and worker.worker_id not in facts.excluded_worker_ids
+    ]
     whole = [w for w in allowed if _fits(w, facts.num_prompt_tokens + facts.max_tokens)]
     able = whole or [w for w in allowed if _fits(w, facts.num_prompt_tokens + 1)]
     if not able:
@@ -190,8 +192,11 @@ def _fits(worker: WorkerView, num_tokens: int) -> bool:
     )
 
 
-def _check_fits(decoders: Sequence[WorkerView], facts: RequestFacts) -> None:
+def check_fits(workers: Sequence[WorkerView], facts: RequestFacts) -> None:
     """Raise if no worker could hold the request even when it is idle."""
+    decoders = [one for one in workers if one.role is Role.DECODE and one.model == facts.model]
+    if not decoders:
+        return
     prompt, num_tokens = facts.num_prompt_tokens, facts.num_prompt_tokens + facts.max_tokens
     window = max(worker.max_model_len for worker in decoders)
     if num_tokens > window:

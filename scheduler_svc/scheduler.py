@@ -17,7 +17,7 @@ from scheduler_svc.forecast import Ahead, Forecast, forecast
 from scheduler_svc.loads import HeldPlacement, LoadLedger
 from scheduler_svc.mode import Comparisons, PlacementMode
 from scheduler_svc.objectives import Objectives
-from scheduler_svc.placement import Decision, PlacementSettings, place
+from scheduler_svc.placement import Decision, PlacementSettings, check_fits, place
 from scheduler_svc.prefix_lookup import PrefixLookup, PrefixQuery
 from scheduler_svc.workers import ActiveLoad, Hits, RequestFacts, Role, WorkerView
 
@@ -142,6 +142,8 @@ class Scheduler:
         facts = request.facts
         self._cluster.hurry()
         query = self._query(request)
+        # Not when its turn comes: it would wait for nothing, and take a place in the queue.
+        check_fits(self._cluster.views, facts)
         waiting = _Waiting(
             facts=facts,
             query=query,

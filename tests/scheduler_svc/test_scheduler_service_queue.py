@@ -4,7 +4,13 @@ import asyncio
 
 import pytest
 
-from mesh.errors import DeadlineExceeded, QueueFull, WorkerUnavailable
+from mesh.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    QueueFull,
+    WorkerUnavailable,
+)
 from mesh.v1 import types_pb2
 from scheduler_svc.objectives import Objectives
 from tests.paper_workers import registered
@@ -97,6 +103,25 @@ async def test_full_queue_is_refused_with_a_delay(serve: Serve) -> None:
         await Call(mesh).placement()
 
     assert caught.value.retry_after_s is not None
+    await first.close()
+    await waiting
+    await second.close()
+
+
+async def test_what_could_never_fit_waits_for_nobody_and_pushes_nobody_out(serve: Serve) -> None:
+    # KV-12
+    mesh = await serve(registered("d0", num_blocks=12), max_num_seqs=1, max_num_waiting=1)
+    first, second = Call(mesh), Call(mesh)
+    await first.placement()
+    waiting = asyncio.create_task(second.placement())
+    await mesh.until(num_waiting=1, num_placements=1)
+
+    with pytest.raises(ContextLengthExceeded):
+        await Call(mesh, admit(2000)).placement()
+    with pytest.raises(InvalidRequest, match="holds 192 tokens"):
+        await Call(mesh, admit(200)).placement()
+
+    await mesh.until(num_waiting=1, num_placements=1)
     await first.close()
     await waiting
     await second.close()
