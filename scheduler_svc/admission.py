@@ -78,7 +78,8 @@ class AdmissionQueue(Generic[RequestT, GrantT]):
         self._lanes: dict[Hashable, _Lane[RequestT, GrantT]] = {}
         self._num_waiting = 0
         self._num_admitted = 0
-        self._ended_at: deque[float] = deque(maxlen=64)
+        # How long the last grants were held.
+        self._held_s: deque[float] = deque(maxlen=64)
         self._closed: MeshError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -132,11 +133,14 @@ class AdmissionQueue(Generic[RequestT, GrantT]):
         await self._idle.wait()
 
     def retry_after_s(self) -> float:
-        """When the queue of now will have drained, at the pace of late."""
-        if len(self._ended_at) < 2:
+        """When the queue of now will have drained, at the pace at which grants of late ended.
+
+        By how long they were held: the time between their ends is long after a quiet hour too.
+        """
+        if not self._held_s:
             return MIN_RETRY_AFTER_S
-        period_s = (self._clock() - self._ended_at[0]) / (len(self._ended_at) - 1)
-        estimate = self.num_waiting * period_s
+        mean_s = sum(self._held_s) / len(self._held_s)
+        estimate = self.num_waiting * mean_s / max(1, self._num_admitted)
         return min(max(estimate, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
     def _enter(self, request: RequestT, claim: Claim) -> "_Entry[RequestT, GrantT]":
@@ -169,6 +173,7 @@ class AdmissionQueue(Generic[RequestT, GrantT]):
             lane.charge(entry)
             self._remove(entry)
             entry.grant = grant
+            entry.granted_at = self._clock()
             entry.answer.set_result(grant)
             self._num_admitted += 1
 
@@ -211,7 +216,7 @@ class AdmissionQueue(Generic[RequestT, GrantT]):
         grant, entry.grant = entry.grant, None
         if grant is not None:
             self._num_admitted -= 1
-            self._ended_at.append(self._clock())
+            self._held_s.append(self._clock() - entry.granted_at)
             self._release(grant)
         # Also after one that only waited: it may have been the head that blocked its lane.
         self.wake()
@@ -290,6 +295,7 @@ class _Entry(Generic[RequestT, GrantT]):
         self.served_as = claim.priority_class
         self.is_waiting = True
         self.grant: GrantT | None = None
+        self.granted_at = entered_at
         self.answer: asyncio.Future[GrantT] = asyncio.get_running_loop().create_future()
 
     def withdraw(self) -> None:

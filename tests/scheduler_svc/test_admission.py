@@ -45,12 +45,14 @@ async def test_full_queue_turns_the_least_entitled_away() -> None:
     await asyncio.gather(*(one.leave() for one in [*first, few]))
 
 
-async def test_full_queue_refuses_with_a_delay_from_the_recent_pace() -> None:
+@pytest.mark.parametrize("quiet_s", [0, 3600])
+async def test_full_queue_refuses_with_a_delay_from_the_recent_pace(quiet_s: float) -> None:
     clock = FakeClock()
     queue = make_queue(Room(1), clock, max_num_waiting=1)
     for _ in range(3):
         async with queue.admitted(1, Claim("m"), 1):
             clock.now += 4
+    clock.now += quiet_s
     holder, waiter = Caller(queue), Caller(queue)
     await settle()
 
