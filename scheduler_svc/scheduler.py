@@ -153,7 +153,7 @@ class Scheduler:
         )
         claim = Claim(
             # Requests that avoid different workers do not compete for the same room.
-            lane=(facts.model, facts.excluded_worker_ids, self._is_long(facts)),
+            lane=(facts.model, facts.excluded_worker_ids),
             tenant=request.tenant,
             priority_class=request.priority_class,
             priority=request.priority,

@@ -214,3 +214,28 @@ async def test_very_long_prompts_may_not_have_all_workers(serve: Serve) -> None:
     await asyncio.wait_for(waiting, 20)
     await long.close()
     await other.close()
+
+
+async def test_very_long_prompt_is_not_overtaken_by_what_needs_less_room(serve: Serve) -> None:
+    # KV-18
+    worker = registered("d0", max_model_len=2048)
+    mesh = await serve(worker, objectives=Objectives(long_prompt_tokens=500))
+    # Eleven blocks each of a hundred.
+    held = [Call(mesh) for _ in range(4)]
+    for call in held:
+        await call.placement()
+    long, younger = Call(mesh, admit(1200)), Call(mesh)
+    waiting = asyncio.create_task(long.placement())
+    await mesh.until(num_waiting=1, num_placements=4)
+
+    late = asyncio.create_task(younger.placement())
+    await mesh.until(num_waiting=2, num_placements=4)
+    for call in held[:2]:
+        await call.close()
+
+    await asyncio.wait_for(waiting, 20)
+    assert not late.done()
+    for call in (*held[2:], long):
+        await call.close()
+    await asyncio.wait_for(late, 20)
+    await younger.close()
