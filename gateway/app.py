@@ -123,7 +123,7 @@ class RestServer:
     async def drain(self) -> None:
         """Refuse new connections, let running requests finish, then end the rest with an error."""
         self._core.health.drain()
-        self._server.should_exit = True
+        self._server.refuse()
         try:
             async with asyncio.timeout(max(0.0, self._core.config.drain_timeout_s - _FAREWELL_S)):
                 await self._core.in_flight.wait_idle()
@@ -140,6 +140,16 @@ class RestServer:
 
 
 class _Server(uvicorn.Server):
+    def refuse(self) -> None:
+        """Take no new connections, and close each that there is after the answer under way.
+
+        Not uvicorn's own end, which soon cancels what still runs.
+        """
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

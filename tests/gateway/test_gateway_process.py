@@ -128,7 +128,8 @@ async def test_streams_that_do_not_finish_in_time_end_with_an_error(mesh: FakeMe
     # ST-09: one is active, one waits for a place.
     mesh.decode.steps = asyncio.Semaphore(2)
     async with (
-        start(mesh, PDMESH_DRAIN_TIMEOUT_S="1.5") as gateway,
+        # Longer than uvicorn gives to what runs once it is told to end.
+        start(mesh, PDMESH_DRAIN_TIMEOUT_S="2.5") as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=20) as http,
     ):
         started = asyncio.Event()
