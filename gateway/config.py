@@ -81,7 +81,9 @@ class GatewayConfig(ServiceConfig):
 
     max_body_bytes: int = Field(10 * 1024 * 1024, ge=1024, description="largest request body")
     max_header_bytes: int = Field(64 * 1024, ge=1024, description="largest request head")
-    max_choices: int = Field(128, ge=1, description="choices of one request, over all its prompts")
+    max_choices: int = Field(
+        128, ge=1, le=4096, description="choices of one request, over all its prompts"
+    )
 
     max_attempts: int = Field(
         3, ge=1, description="attempts to finish a choice when workers fail, first one included"

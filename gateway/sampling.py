@@ -7,6 +7,10 @@ from mesh.errors import InvalidRequest
 from mesh.v1 import tokenizer_pb2, types_pb2
 
 MAX_STOP_STRINGS = 16
+# Each choice follows them through an automaton with a state a character.
+MAX_STOP_CHARS = 1024
+# Each choice's calls to workers carry them.
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGPROBS = 20
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
@@ -47,16 +51,22 @@ def check_sampling_params(params: types_pb2.SamplingParams, model: tokenizer_pb2
             raise InvalidRequest(
                 "logit_bias values should lie between -100 and 100", param="logit_bias"
             )
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids", param="stop_token_ids")
     for token_id in params.stop_token_ids:
         _check_token_id(token_id, model, "stop_token_ids")
 
 
 def check_stop(stop: tuple[str, ...]) -> None:
-    """Refuse stop strings that could match everywhere, and too many of them."""
+    """Refuse stop strings that could match everywhere, and more of them than can be afforded."""
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequest(f"at most {MAX_STOP_STRINGS} stop strings", param="stop")
     if "" in stop:
         raise InvalidRequest("a stop string should not be empty", param="stop")
+    if any(len(one) > MAX_STOP_CHARS for one in stop):
+        raise InvalidRequest(
+            f"a stop string may have at most {MAX_STOP_CHARS} characters", param="stop"
+        )
 
 
 def choice_seed(seed: int | None, index: int) -> int:

@@ -20,6 +20,8 @@ from mesh.v1 import tokenizer_pb2
 # What OpenAI and vLLM produce when a completion does not say how much it wants.
 _DEFAULT_MAX_TOKENS = 16
 _MAX_TOKEN_ID = 2**32 - 1
+# Far more than a request may have choices for; each costs before those are counted.
+_MAX_PROMPTS = 4096
 
 
 def _to_prompts(value: object) -> tuple[Prompt, ...]:
@@ -30,6 +32,8 @@ def _to_prompts(value: object) -> tuple[Prompt, ...]:
         kinds = set(map(type, value))
         if kinds == {int}:
             return (_token_prompt(value),)
+        if len(value) > _MAX_PROMPTS:
+            raise InvalidRequest(f"at most {_MAX_PROMPTS} prompts a request", param="prompt")
         if kinds == {str}:
             return tuple(_text_prompt(text) for text in value)
         if kinds == {list}:
@@ -76,9 +80,14 @@ Prompts = Annotated[
         {
             "anyOf": [
                 _TEXT_SCHEMA,
-                {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": _TEXT_SCHEMA,
+                    "minItems": 1,
+                    "maxItems": _MAX_PROMPTS,
+                },
                 _IDS_SCHEMA,
-                {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
+                {"type": "array", "items": _IDS_SCHEMA, "minItems": 1, "maxItems": _MAX_PROMPTS},
             ]
         }
     ),

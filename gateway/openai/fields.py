@@ -16,7 +16,15 @@ from pydantic import (
 
 from gateway.generation import GenerationRequest, PriorityClass, Prompt
 from gateway.openai.responses import ServiceTier
-from gateway.sampling import MAX_SEED, MAX_STOP_STRINGS, MIN_SEED, RANGES, check_stop
+from gateway.sampling import (
+    MAX_SEED,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MIN_SEED,
+    RANGES,
+    check_stop,
+)
 from mesh.errors import InvalidRequest, UnsupportedParameter
 from mesh.v1 import types_pb2
 
@@ -62,7 +70,7 @@ def _to_logit_bias(value: object) -> object:
     return biases
 
 
-_STOP_STRING = {"type": "string", "minLength": 1}
+_STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 Stop = Annotated[
     tuple[str, ...],
     BeforeValidator(_to_stop),
@@ -152,7 +160,7 @@ class GenerationFields(BaseModel):
 
     stop: Stop = ()
     include_stop_str_in_output: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_MAX_UINT32)] | None = None
     ignore_eos: bool | None = None
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None

@@ -148,6 +148,11 @@ Request = inference_pb2.GenerateRequest
         (Request(), InvalidRequest),
         (Request(text=""), InvalidRequest),
         (Request(text="hi", stop=[""]), InvalidRequest),
+        (Request(text="hi", stop=["x" * 1025]), InvalidRequest),
+        (
+            Request(text="hi", sampling_params=types_pb2.SamplingParams(stop_token_ids=[7] * 1025)),
+            InvalidRequest,
+        ),
         (
             Request(text="hi", sampling_params=types_pb2.SamplingParams(temperature=float("nan"))),
             InvalidRequest,

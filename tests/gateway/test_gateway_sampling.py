@@ -157,7 +157,9 @@ async def test_stop_takes_a_string_or_a_list(http: httpx.AsyncClient) -> None:
         assert choice["message"]["content"] == "Hello, world!"
 
 
-@pytest.mark.parametrize("stop", ["", [""], ["a", ""], [1], {"a": 1}, 5, True, ["x"] * 17])
+@pytest.mark.parametrize(
+    "stop", ["", [""], ["a", ""], [1], {"a": 1}, 5, True, ["x"] * 17, "x" * 1025]
+)
 async def test_bad_stop_is_refused(http: httpx.AsyncClient, stop: Any) -> None:
     # GW-21
     assert (await refused(http, CHAT, chat(stop=stop)))["param"] == "stop"
@@ -165,7 +167,7 @@ async def test_bad_stop_is_refused(http: httpx.AsyncClient, stop: Any) -> None:
 
 async def test_many_and_long_stop_strings_are_accepted(http: httpx.AsyncClient) -> None:
     # GW-21
-    for stop in ([str(i) * 3 for i in range(5)], ["x" * 10_000], ["y"] * 16):
+    for stop in ([str(i) * 3 for i in range(5)], ["x" * 1024], ["y"] * 16):
         response = await http.post(CHAT, json=chat(stop=stop))
         assert response.json()["choices"][0]["message"]["content"] == "Hello, world!"
 
@@ -270,6 +272,7 @@ async def test_other_choices_start_when_the_first_has_its_prompt_computed(
         ({"logit_bias": {"5": True}}, "logit_bias"),
         ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [7] * 1025}, "stop_token_ids"),
         ({"bad_words": [""]}, "bad_words[0]"),
         ({"user": 5}, "user"),
         ({"logprobs": 5}, "logprobs"),

@@ -142,6 +142,13 @@ async def test_token_outside_the_vocabulary_is_refused(http: httpx.AsyncClient) 
         assert (await refused(http, COMPLETIONS, completion(prompt)))["param"] == "prompt"
 
 
+@pytest.mark.parametrize("prompt", [["a"] * 4097, [[1]] * 4097])
+async def test_too_many_prompts_are_refused_before_each_costs_time(
+    http: httpx.AsyncClient, prompt: Any
+) -> None:
+    assert (await refused(http, COMPLETIONS, completion(prompt)))["param"] == "prompt"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", ["no-such-model", f" {MODEL}", MODEL.upper(), f"{MODEL} "])
 @pytest.mark.parametrize(("path", "make"), BOTH)
