@@ -1,5 +1,7 @@
 """What a client asks of the scheduler beside what OpenAI's bodies define."""
 
+import re
+
 from starlette.datastructures import Headers
 
 from gateway.generation import PriorityClass
@@ -8,6 +10,7 @@ from mesh.v1 import types_pb2
 
 TTFT_OBJECTIVE = "x-pdmesh-ttft-objective-ms"
 _MAX_MS = 2**32 - 1
+_MS = re.compile(r"[0-9]{1,10}")
 
 # Keys are what is on the wire, where callers may send any number.
 _CLASSES: dict[int, PriorityClass] = {
@@ -22,7 +25,7 @@ def ttft_objective_ms(headers: Headers) -> int:
     given = headers.get(TTFT_OBJECTIVE)
     if given is None:
         return 0
-    if not (given.isascii() and given.isdigit() and 0 < int(given[:11]) <= _MAX_MS):
+    if _MS.fullmatch(given) is None or not 0 < int(given) <= _MAX_MS:
         raise InvalidRequest(
             f"{TTFT_OBJECTIVE} must be a whole number of milliseconds, at least 1",
             param=TTFT_OBJECTIVE,

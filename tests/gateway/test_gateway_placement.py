@@ -100,7 +100,9 @@ async def test_scheduler_learns_within_what_time_the_first_token_is_wanted(
     assert [admit.ttft_objective_ms for admit in mesh.scheduler.admits] == [750, 0]
 
 
-@pytest.mark.parametrize("given", ["", "0", "-1", "1.5", "soon", "4294967296", "9" * 40])
+@pytest.mark.parametrize(
+    "given", ["", "0", "-1", "1.5", "soon", "4294967296", "9" * 40, "00000000019" + "9" * 9]
+)
 async def test_ttft_objective_that_is_no_time_is_refused(
     http: httpx.AsyncClient, mesh: FakeMesh, given: str
 ) -> None:
