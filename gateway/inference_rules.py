@@ -95,8 +95,12 @@ def read_payload(
     generation = parsed.generation(tokenizer_pb2.ModelInfo())
     if generation.n != 1 or len(generation.prompts) != 1:
         raise InvalidRequest("InferenceService generates one sequence a call", param="n")
-    # They are token ids here, which a body cannot hold.
-    generation.sampling_params.bad_words.extend(request.sampling_params.bad_words)
+    # What a body has no words for: bad words are token ids here, and a chat's prompt is described
+    # without being echoed.
+    sent = request.sampling_params
+    generation.sampling_params.bad_words.extend(sent.bad_words)
+    if sent.HasField("num_prompt_logprobs"):
+        generation.sampling_params.num_prompt_logprobs = sent.num_prompt_logprobs
     return replace(generation, default_max_tokens=None, prompt_param=request.WhichOneof("input"))
 
 

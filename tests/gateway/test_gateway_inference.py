@@ -252,6 +252,7 @@ async def test_rules_apply_and_what_the_caller_said_stays(
             temperature=0,
             logit_bias={5: -1.5},
             bad_words=[types_pb2.TokenSequence(token_ids=[1, 2])],
+            num_prompt_logprobs=0,
         ),
         stop=["world"],
         cache_salt="s",
@@ -265,6 +266,7 @@ async def test_rules_apply_and_what_the_caller_said_stays(
     assert (params.max_tokens, params.temperature, params.seed, params.top_k) == (4, 0, 7, 3)
     assert dict(params.logit_bias) == {5: -1.5}
     assert [list(words.token_ids) for words in params.bad_words] == [[1, 2]]
+    assert len(responses[0].delta.tokens.prompt_logprobs) == len(b"hi") - 1
     [admit] = mesh.scheduler.admits
     assert (admit.cache_salt, admit.priority) == ("s", 3)
     assert responses[-1].finished.usage.completion_tokens == 4
