@@ -9,6 +9,7 @@ from gateway.generation import ChatPrompt, TextPrompt
 from gateway.openai.fields import TokenId, validate
 from gateway.openai.messages import ChatFields
 from gateway.openai.responses import Tokenized
+from gateway.openai.unsupported import TOKENIZE_CHAT, refuse_unsupported
 from mesh.v1 import tokenizer_pb2
 
 ModelName = Annotated[str, Field(min_length=1)]
@@ -59,6 +60,7 @@ class DetokenizeRequest(BaseModel):
 
 def parse_tokenize(payload: Mapping[str, Any]) -> TokenizeTextRequest | TokenizeChatRequest:
     if "messages" in payload:
+        refuse_unsupported(payload, TOKENIZE_CHAT)
         return validate(TokenizeChatRequest, payload)
     return validate(TokenizeTextRequest, payload)
 

@@ -51,25 +51,38 @@ _BOTH: dict[str, _IsOff] = {
     "return_tokens_as_token_ids": _one_of(False),
     "spaces_between_special_tokens": _one_of(True),
     "store": _one_of(False),
+    "structural_tag": _empty,
     "structured_outputs": _empty,
     "truncate_prompt_tokens": lambda value: False,
     "use_beam_search": _one_of(False),
     "vllm_xargs": _empty,
 }
 
+# Of whatever takes messages.
+_MESSAGES: dict[str, _IsOff] = {
+    "chat_template": _empty,
+    "media_io_kwargs": _empty,
+    "mm_processor_kwargs": _empty,
+}
+
+TOKENIZE_CHAT = _MESSAGES
+
 CHAT: dict[str, _IsOff] = {
     **_BOTH,
+    **_MESSAGES,
+    # Templates write them themselves.
+    "add_special_tokens": _one_of(False),
     "audio": _empty,
-    "chat_template": _empty,
+    "best_of": _one_of(1),
     "documents": _empty,
     "echo": _one_of(False),
     "function_call": _one_of("none", "auto"),
     "functions": _empty,
     "include_reasoning": _one_of(False),
-    "mm_processor_kwargs": _empty,
     "modalities": lambda value: value in ([], ["text"]),
     "prediction": _empty,
     "reasoning_effort": _one_of("none"),
+    "thinking_token_budget": lambda value: False,
     "tool_choice": _one_of("none", "auto"),
     "verbosity": _one_of("medium"),
     "web_search_options": lambda value: False,
@@ -77,6 +90,8 @@ CHAT: dict[str, _IsOff] = {
 
 COMPLETIONS: dict[str, _IsOff] = {
     **_BOTH,
+    # A tokenizer adds what its own configuration says.
+    "add_special_tokens": _one_of(True),
     # More candidates than choices would mean throwing some away.
     "best_of": _one_of(1),
     "suffix": _empty,
