@@ -66,8 +66,8 @@ class RequestRecord:
         # One of each prompt's choices.
         self._prompts: Sequence[Job] = ()
         self._finish_reasons: dict[int, str] = {}
-        self._first_token_ms: float | None = None
         # By choice.
+        self._first_token_ms: dict[int, float] = {}
         self._last_token_ms: dict[int, float] = {}
         # Nobody but a trace may keep what was said.
         self._content = Content() if keeps_content and is_tracing() else None
@@ -100,8 +100,7 @@ class RequestRecord:
 
     def _note_time(self, index: int) -> None:
         now_ms = self.timeline.elapsed_ms
-        if self._first_token_ms is None:
-            self._first_token_ms = now_ms
+        self._first_token_ms.setdefault(index, now_ms)
         if (last_ms := self._last_token_ms.get(index)) is not None:
             model = {"gen_ai.request.model": self.model}
             metrics.INTER_TOKEN_LATENCY.record((now_ms - last_ms) / 1000, model)
@@ -178,7 +177,7 @@ class RequestRecord:
             prompt_tokens=counts.prompt_tokens,
             completion_tokens=counts.completion_tokens,
             cached_tokens=counts.cached_tokens,
-            ttft_ms=self._first_token_ms,
+            ttft_ms=self._ttft_ms(),
             tpot_ms=self._tpot_ms(),
             total_ms=self.timeline.mark_ms,
             stages_ms=self.timeline.stages_ms,
@@ -198,12 +197,22 @@ class RequestRecord:
             kv_transfer_bytes=sum(job.trace.kv_transfer_bytes for job in self._jobs),
         )
 
+    def _ttft_ms(self) -> float | None:
+        """Until the first token of any choice."""
+        return min(self._first_token_ms.values(), default=None)
+
     def _tpot_ms(self) -> float | None:
-        """Mean time between the tokens of one choice, after its first."""
-        num_gaps = self._longest() - 1
-        if self._first_token_ms is None or num_gaps < 1:
+        """Mean time between the tokens of the longest choice, after its first.
+
+        Choices may follow each other: from one's first token to another's last is no gap.
+        """
+        if not self._first_token_ms:
             return None
-        return (max(self._last_token_ms.values()) - self._first_token_ms) / num_gaps
+        index = max(self._first_token_ms, key=lambda one: self._jobs[one].num_completion_tokens)
+        num_gaps = self._jobs[index].num_completion_tokens - 1
+        if num_gaps < 1:
+            return None
+        return (self._last_token_ms[index] - self._first_token_ms[index]) / num_gaps
 
     def _longest(self) -> int:
         """Tokens of the longest choice."""
@@ -217,8 +226,8 @@ class RequestRecord:
             span.set_attributes(request_attributes(self._jobs))
             if self._content is not None:
                 span.set_attributes(self._content.attributes(self._jobs, self._finish_reasons))
-        if self._first_token_ms is not None:
-            ago_ms = finished.total_ms - self._first_token_ms
+        if finished.ttft_ms is not None:
+            ago_ms = finished.total_ms - finished.ttft_ms
             span.add_event("first_token", timestamp=time.time_ns() - int(ago_ms * 1e6))
         if finished.status >= _REJECTED_BELOW:
             span.set_status(StatusCode.ERROR)
