@@ -121,8 +121,9 @@ class RestServer:
         return address
 
     async def drain(self) -> None:
-        """Refuse new connections, let running requests finish, then end the rest with an error."""
+        """Refuse new requests, let running ones finish, then end the rest with an error."""
         self._core.health.drain()
+        self._core.in_flight.drain()
         self._server.refuse()
         try:
             async with asyncio.timeout(max(0.0, self._core.config.drain_timeout_s - _FAREWELL_S)):

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from gateway.choices import Choices
 from mesh import metrics
-from mesh.errors import QueueFull
+from mesh.errors import Draining, QueueFull
 
 _RETRY_AFTER_S = 1.0
 
@@ -17,6 +17,7 @@ class InFlight:
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._num_requests = 0
+        self._is_draining = False
         self._choices: set[Choices] = set()
         self._failure: Exception | None = None
         self._is_idle = asyncio.Event()
@@ -39,7 +40,9 @@ class InFlight:
                 self._is_idle.set()
 
     def check_room(self) -> None:
-        """Raise QueueFull when this request, already counted, is one too many."""
+        """Raise QueueFull when this request, already counted, is one too many; or Draining."""
+        if self._is_draining:
+            raise Draining("the gateway is draining")
         if self._num_requests > self._max_requests:
             metrics.REFUSALS.add(1, {"reason": "too_many_requests"})
             raise QueueFull(
@@ -56,6 +59,10 @@ class InFlight:
             yield choices
         finally:
             self._choices.discard(choices)
+
+    def drain(self) -> None:
+        """Refuse whoever comes from now on, over connections that others still use."""
+        self._is_draining = True
 
     async def wait_idle(self) -> None:
         await self._is_idle.wait()

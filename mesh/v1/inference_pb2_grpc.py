@@ -65,7 +65,7 @@ class InferenceServiceServicer:
         NOT_FOUND           the model is unknown, or not for this key
         RESOURCE_EXHAUSTED  the mesh is full, a limit of the key is used up, or the first
         token would miss its objective; retry after the given delay
-        UNAVAILABLE         no worker can take the request
+        UNAVAILABLE         no worker can take the request, or the gateway drains
         DEADLINE_EXCEEDED   the caller's deadline passed
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

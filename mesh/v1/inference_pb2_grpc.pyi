@@ -50,7 +50,7 @@ class InferenceServiceStub:
       NOT_FOUND           the model is unknown, or not for this key
       RESOURCE_EXHAUSTED  the mesh is full, a limit of the key is used up, or the first
                           token would miss its objective; retry after the given delay
-      UNAVAILABLE         no worker can take the request
+      UNAVAILABLE         no worker can take the request, or the gateway drains
       DEADLINE_EXCEEDED   the caller's deadline passed
     """
 
@@ -76,7 +76,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
       NOT_FOUND           the model is unknown, or not for this key
       RESOURCE_EXHAUSTED  the mesh is full, a limit of the key is used up, or the first
                           token would miss its objective; retry after the given delay
-      UNAVAILABLE         no worker can take the request
+      UNAVAILABLE         no worker can take the request, or the gateway drains
       DEADLINE_EXCEEDED   the caller's deadline passed
     """
 
@@ -105,7 +105,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
           NOT_FOUND           the model is unknown, or not for this key
           RESOURCE_EXHAUSTED  the mesh is full, a limit of the key is used up, or the first
                               token would miss its objective; retry after the given delay
-          UNAVAILABLE         no worker can take the request
+          UNAVAILABLE         no worker can take the request, or the gateway drains
           DEADLINE_EXCEEDED   the caller's deadline passed
         """
 

@@ -14,6 +14,7 @@ import pytest_asyncio
 from mesh.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
+    Draining,
     InvalidRequest,
     ModelNotFound,
     QueueFull,
@@ -307,3 +308,26 @@ async def test_rules_see_messages_and_may_refuse(ruled_stub: "Stub", mesh: FakeM
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await generate(ruled_stub, inference_pb2.GenerateRequest(model=MODEL, chat=broken))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_gateway_that_drains_finishes_its_calls_and_takes_no_more(mesh: FakeMesh) -> None:
+    mesh.decode.steps = asyncio.Semaphore(2)
+    request = inference_pb2.GenerateRequest(text="hi")
+    async with (
+        run_gateway(mesh) as gateway,
+        grpc.aio.insecure_channel(gateway.grpc_address) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        running = asyncio.create_task(generate(stub, request))
+        await mesh.decode.was_active.wait()
+
+        draining = asyncio.create_task(gateway.rest.drain())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generate(stub, request)
+        for _ in HELLO:
+            mesh.decode.steps.release()
+        text, _, _ = await running
+        await draining
+
+    assert isinstance(from_rpc_error(caught.value), Draining)
+    assert text == HELLO
