@@ -81,6 +81,11 @@ class TemplateRenderer:
     def _call(self, prompt: ChatPrompt) -> bytes:
         child = self._children.get()
         try:
+            if child is not None and child.has_ended:
+                # Between two chats, so that neither is to blame.
+                logger.warning("a template process was lost", extra={"cause": "ended idle"})
+                child.close()
+                child = None
             if child is None:
                 child = _Child(self._spec, self._limits)
                 child.wait_until_ready()
@@ -111,6 +116,10 @@ class _Child:
         self._replies = self._process.stdout
         settings = {"timeout_s": limits.timeout_s, "memory_bytes": limits.memory_bytes}
         write_frames(self._requests, json.dumps(settings).encode(), spec.to_json())
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def wait_until_ready(self) -> None:
         try:
