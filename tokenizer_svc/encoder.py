@@ -148,8 +148,12 @@ class _EncodeJob:
                 raise self._too_long(f"at least {at_least}")
 
     def _too_long(self, num_tokens: str) -> ContextLengthExceeded:
+        limit = self.max_prompt_tokens
+        # OpenAI's words: some clients know by them that another model may do.
+        is_window = limit == self.model.max_model_len
+        whose = "This model's maximum context length" if is_window else "The caller's limit"
         return ContextLengthExceeded(
-            f"the prompt has {num_tokens} tokens, but at most {self.max_prompt_tokens} fit",
+            f"{whose} is {limit} tokens, however the prompt has {num_tokens} tokens.",
             param=self.param,
         )
 
