@@ -89,7 +89,9 @@ class Tokenizer:
 
         async def ask() -> tokenizer_pb2.TokenizerServiceDecodeResponse:
             with mesh_errors():
-                return await self._stub.Decode(request, timeout=deadline.remaining_s())
+                return await self._stub.Decode(
+                    request, timeout=deadline.remaining_s(self._encode_timeout_s)
+                )
 
         return await ask_any(ask, patience_s=self._patience_s)
 

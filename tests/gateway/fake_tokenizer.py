@@ -25,6 +25,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     # Set to hold Encode back.
     encode_gate: asyncio.Event | None = None
+    # Set to hold Decode back.
+    decode_gate: asyncio.Event | None = None
     # Set to hold ListModels back, as a frozen process does.
     list_gate: asyncio.Event | None = None
     # Break the Detokenize call, once, after so many answers of it.
@@ -92,6 +94,8 @@ class FakeTokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
     async def Decode(
         self, request: tokenizer_pb2.TokenizerServiceDecodeRequest, context: Context
     ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
+        if self.decode_gate is not None:
+            await self.decode_gate.wait()
         return tokenizer_pb2.TokenizerServiceDecodeResponse(
             text=b"".join(map(token_bytes, request.token_ids)).decode("utf-8", "replace"),
             token_bytes=map(token_bytes, request.token_ids) if request.return_token_bytes else (),

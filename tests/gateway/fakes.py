@@ -64,7 +64,8 @@ class FakeMesh:
     def reset(self) -> None:
         """Forget scripts and recordings; what is counted as held stays."""
         tokenizer, scheduler = self.tokenizer, self.scheduler
-        tokenizer.encode_gate = tokenizer.break_after = tokenizer.error_from = None
+        tokenizer.encode_gate = tokenizer.decode_gate = None
+        tokenizer.break_after = tokenizer.error_from = None
         tokenizer.encode_error = None
         tokenizer.num_encodes = 0
         tokenizer.chats.clear()

@@ -44,6 +44,17 @@ async def test_frozen_service_is_answered_when_the_requests_time_is_up(
     assert 0.3 < elapsed_s < 10
 
 
+async def test_wait_for_the_text_of_a_prompt_of_tokens_is_bounded(mesh: FakeMesh) -> None:
+    mesh.tokenizer.decode_gate = asyncio.Event()
+    async with (
+        run_gateway(mesh, encode_timeout_s=0.2) as gateway,
+        httpx.AsyncClient(base_url=gateway.url) as http,
+    ):
+        response = await http.post("/v1/completions", json=completion([104, 105], echo=True))
+
+    assert response.status_code == 504
+
+
 async def test_each_hop_gets_less_time_than_the_one_before() -> None:
     # GR-06
     async with FakeMesh() as mesh, run_gateway(mesh, request_timeout_s=50) as gateway:
