@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 import httpx
@@ -83,6 +85,20 @@ def test_nesting_up_to_the_limit_is_allowed() -> None:
     parse_object(nested(MAX_DEPTH - 1))
     with pytest.raises(InvalidRequest):
         parse_object(nested(MAX_DEPTH))
+
+
+def test_depth_is_found_in_the_time_that_reading_takes() -> None:
+    # ST-17
+    body = b'{"x":[%b]}' % b",".join([b"[" * 98 + b"]" * 98] * 500)
+
+    def cpu_s(read: Callable[[bytes], object]) -> float:
+        started_s = time.process_time()
+        read(body)
+        return time.process_time() - started_s
+
+    # The least of some, which the garbage of other tests has not slowed down.
+    reading_s = min(cpu_s(json.loads) for _ in range(5))
+    assert min(cpu_s(parse_object) for _ in range(5)) < 8 * reading_s
 
 
 def test_brackets_in_strings_and_siblings_do_not_nest() -> None:
