@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from gateway.generation import Chunk, Job
 from gateway.text_sequence import NewText, TextSequence
 from mesh.errors import InternalError
-from mesh.telemetry import Stopwatch, start_span
+from mesh.telemetry import INVALID_SPAN, Span, Stopwatch, start_span
 from mesh.text.detokenizer import BytesDetokenizer
 from mesh.text.sequence_text import SequenceText
 from mesh.text.stop_strings import StopScanner
@@ -29,9 +29,12 @@ class LocalText(TextSequence):
             min_tokens=job.sampling_params.min_tokens,
         )
         self._busy_ms = 0.0
-        self._span = start_span("tokenizer.detokenize")
+        # Until the first token: what it waits for has spans of its own.
+        self._span: Span = INVALID_SPAN
 
     async def to_text(self, chunk: Chunk, described_ids: Sequence[int]) -> NewText:
+        if self._span is INVALID_SPAN:
+            self._span = start_span("tokenizer.detokenize")
         stopwatch = Stopwatch()
         try:
             self._tokens.check(chunk.token_ids)

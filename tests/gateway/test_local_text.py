@@ -109,6 +109,11 @@ async def test_text_has_a_span_in_its_trace(
     assert text.attributes is not None
     assert text.attributes["pdmesh.matched_stop"] is True
     assert text.attributes["pdmesh.num_tokens"] == len("Hello, wor")
+    # From its first token on.
+    placed = found["gateway.attempt"]
+    assert placed.start_time is not None
+    assert text.start_time is not None
+    assert text.start_time > placed.start_time
 
 
 async def test_tokens_are_learned_anew_when_they_change() -> None:
