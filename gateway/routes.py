@@ -25,6 +25,10 @@ from mesh import metrics
 from mesh.errors import InvalidRequest
 from mesh.v1 import tokenizer_pb2
 
+# Whoever counts wants to know by how much a text is too long for the window; encoding takes some
+# hundreds of bytes a token.
+_MAX_TOKENIZED = 1 << 18
+
 
 def build_routes(core: Core) -> list[Route]:
     """All routes."""
@@ -71,7 +75,12 @@ class _PlainRoutes:
         parsed = parse_tokenize(await self._read_object(request))
         model = await self._model(request, parsed.model)
         deadline = Deadline(self._core.config.encode_timeout_s)
-        encoded = await self._core.tokenizer.encode(model.name, parsed.to_prompt(), deadline)
+        encoded = await self._core.tokenizer.encode(
+            model.name,
+            parsed.to_prompt(),
+            deadline,
+            max_prompt_tokens=max(model.max_model_len, _MAX_TOKENIZED),
+        )
         token_bytes = None
         if parsed.return_token_strs:
             decoded = await self._core.tokenizer.decode(

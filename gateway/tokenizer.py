@@ -60,8 +60,13 @@ class Tokenizer:
         prompt: TextPrompt | ChatPrompt,
         deadline: Deadline,
         bad_words: Sequence[str] = (),
+        *,
+        max_prompt_tokens: int = 0,
     ) -> tokenizer_pb2.EncodeResponse:
-        request = tokenizer_pb2.EncodeRequest(model=model, bad_words=bad_words)
+        """With `max_prompt_tokens` 0 the prompt has to fit the model's window."""
+        request = tokenizer_pb2.EncodeRequest(
+            model=model, bad_words=bad_words, max_prompt_tokens=max_prompt_tokens
+        )
         if isinstance(prompt, TextPrompt):
             request.text = prompt.text
         else:

@@ -151,7 +151,7 @@ class _EncodeJob:
         limit = self.max_prompt_tokens
         # OpenAI's words: some clients know by them that another model may do.
         is_window = limit == self.model.max_model_len
-        whose = "This model's maximum context length" if is_window else "The caller's limit"
+        whose = "This model's maximum context length" if is_window else "The limit"
         return ContextLengthExceeded(
             f"{whose} is {limit} tokens, however the prompt has {num_tokens} tokens.",
             param=self.param,

@@ -303,6 +303,22 @@ async def test_hostile_template_harms_nobody(
     assert "__builtins__" not in refused.text
 
 
+async def test_text_beyond_the_window_can_be_counted(http: httpx.AsyncClient) -> None:
+    body: dict[str, Any]
+    for body in (
+        {"prompt": " word" * 9000},
+        {"messages": [{"role": "user", "content": " word" * 9000}]},
+    ):
+        answer = (await http.post("/tokenize", json={"model": "smollm2", **body})).json()
+        assert answer["count"] == len(answer["tokens"]) >= 9000
+        assert answer["max_model_len"] == 8192
+
+    endless = {"model": "smollm2", "prompt": " word" * 300_000}
+    refused = await http.post("/tokenize", json=endless)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
 async def test_template_in_a_request_is_refused(http: httpx.AsyncClient) -> None:
     # TK-12
     response = await http.post(CHAT, json=body_of(CHAT, chat_template="{{ 1 }}"))
