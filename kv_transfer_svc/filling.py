@@ -33,12 +33,16 @@ class Filling:
         if segment.fill_marks is None:
             engine_id = segment.spec.engine_id
             raise KvTransferFailed(f"engine {engine_id!r} does not tell which blocks are filled")
+        if not len(block_ids):
+            raise InvalidRequest("there is no block to follow")
+        if len(generations) != len(block_ids):
+            raise InvalidRequest(f"{len(generations)} generations for {len(block_ids)} blocks")
         self._segment = segment
         self._on_wait = on_wait
         self._marks = segment.fill_marks
         self._block_ids = np.asarray(block_ids, np.int64)
         self._generations = np.asarray(generations, np.uint32)
-        if len(self._block_ids) and self._block_ids.max() >= segment.spec.num_blocks:
+        if self._block_ids.max() >= segment.spec.num_blocks:
             raise InvalidRequest(
                 f"block {self._block_ids.max()} is outside a segment of "
                 f"{segment.spec.num_blocks} blocks"

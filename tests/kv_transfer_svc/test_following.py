@@ -209,6 +209,19 @@ async def test_pull_that_cannot_follow_is_refused(rig: Rig) -> None:
         await rig.start()
 
 
+@pytest.mark.parametrize(("block_ids", "generations"), [([], []), ([2], []), ([2, 3], [1])])
+async def test_blocks_without_their_generations_are_not_followed(
+    rig: Rig, block_ids: list[int], generations: list[int]
+) -> None:
+    # KV-20: nothing would tell whether they are filled.
+    network = rig.there.agent.network
+    assert network is not None
+
+    async with asyncio.timeout(20):
+        with pytest.raises(InvalidRequest):
+            await anext(network.fill_watch.follow("p", block_ids, generations))
+
+
 async def test_prefill_that_takes_longer_than_a_stall_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
