@@ -174,9 +174,11 @@ class ColdTiers:
         num_stored = 0
         for block in blocks:
             evicted = self.host.put(block)
-            if block not in evicted:
-                self._on_change(block.model, "host", [block.key], ())
-                num_stored += 1
+            if block in evicted:
+                # It is larger than the tier, and alone.
+                continue
+            self._on_change(block.model, "host", [block.key], ())
+            num_stored += 1
             for old in evicted:
                 self._on_change(old.model, "host", (), [old.key])
         if num_stored:

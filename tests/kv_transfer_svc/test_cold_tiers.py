@@ -187,6 +187,8 @@ async def test_blocks_go_to_disk_by_themselves(
     [path] = files_in(tmp_path)
     assert path.suffix == block_file.SUFFIX
     assert await store(agent, keys_of(*range(5)), [5, 6, 7, 8, 9]) == 0
+    # Of a host tier that there is not, there is nothing to tell.
+    assert {tier for _, tier, *_ in agent.changes} == {"disk"}
 
 
 async def prepared(
