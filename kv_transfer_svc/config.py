@@ -28,10 +28,13 @@ class KvTransferConfig(ServiceConfig):
         "a prefill takes one",
     )
     connect_timeout_s: float = Field(
-        2.0, gt=0, description="bound of connecting to another machine's data port"
+        2.0, gt=0, le=3600, description="bound of connecting to another machine's data port"
     )
     stall_timeout_s: float = Field(
-        5.0, gt=0, description="a transfer between machines fails after so long without a byte"
+        5.0,
+        gt=0,
+        le=3600,
+        description="a transfer between machines fails after so long without a byte",
     )
     host_memory_bytes: int = Field(
         256 << 20, ge=0, description="host memory for copies of KV blocks; 0 is no such tier"

@@ -13,7 +13,10 @@ class PrefillConfig(WorkerConfig):
     service: ClassVar[str] = "prefill"
 
     lease_s: float = Field(
-        30.0, gt=0, description="how long computed KV is kept for a decode worker that is silent"
+        30.0,
+        gt=0,
+        le=86_400,
+        description="how long computed KV is kept for a decode worker that is silent",
     )
     os_priority: int = Field(
         5, ge=0, le=19, description="the process's nice value; higher gives way to others"

@@ -32,6 +32,16 @@ def test_listening_everywhere_needs_the_address_that_workers_use(
     assert read(KvTransferConfig).listen == listen
 
 
+@pytest.mark.parametrize("name", ["stall_timeout_s", "connect_timeout_s"])
+def test_a_wait_that_no_socket_can_bound_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(f"PDMESH_{name.upper()}", "inf")
+
+    with pytest.raises(ConfigError, match=name.upper()):
+        read(KvTransferConfig)
+
+
 async def test_process_ends_at_once_though_segments_are_attached(
     make_segment: Callable[..., SegmentSpec],
 ) -> None:

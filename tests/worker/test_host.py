@@ -329,6 +329,12 @@ def test_prompts_give_way_to_running_decodes_by_default() -> None:
     assert make_config(DecodeConfig).os_priority == 0
 
 
+def test_lease_without_an_end_is_refused() -> None:
+    """No message could say when it ends."""
+    with pytest.raises(ValueError, match="lease_s"):
+        make_config(PrefillConfig, lease_s=float("inf"))
+
+
 def test_listening_everywhere_needs_a_name_for_others() -> None:
     with pytest.raises(ValueError, match="advertise_host"):
         make_config(DecodeConfig, listen="0.0.0.0:7000")
