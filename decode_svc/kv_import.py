@@ -191,6 +191,10 @@ class KvClaim:
             with self._expect(wanted):
                 if await self._fetch(pulling, following, give_up) is None:
                     tell_engine = self._importer.engine.remote_kv_done
+        except asyncio.CancelledError:
+            # The worker ends, and the agent may still write: the blocks stay reserved for it.
+            tell_engine = _tell_nothing
+            raise
         finally:
             if not self._has_arrived:
                 pulling.cancel()
@@ -322,6 +326,10 @@ class KvClaim:
         if not self._is_released:
             self._is_released = True
             self._importer.start_release(self._holder)
+
+
+def _tell_nothing(request_id: str, output_token_ids: Sequence[int] = ()) -> None:
+    """Leave a request without an answer."""
 
 
 async def _outcome(pulling: "asyncio.Task[Fallback | None]", patience_s: float) -> Fallback | None:

@@ -284,6 +284,23 @@ async def test_cancelling_during_the_transfer_keeps_the_blocks_until_it_has_ende
     assert engine.kv_answers.empty()
 
 
+async def test_blocks_that_the_agent_may_still_write_to_stay_reserved_at_the_end(
+    rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
+) -> None:
+    # KV-21
+    rig.agent.may_finish.clear()
+    call = stub.Decode(remote_request(rig))
+    run = await engine.next_run()
+    run.want_remote_kv(0, 20, 21)
+    await rig.agent.pulls.get()
+    call.cancel()
+    await asyncio.wait_for(run.closed.wait(), 20)
+
+    await asyncio.wait_for(rig.importer.__aexit__(), 20)
+
+    assert engine.kv_answers.empty()
+
+
 async def test_refused_request_gives_its_handle_back(
     rig: DecodeRig, stub: Stub, engine: ScriptedEngineLoop
 ) -> None:
