@@ -69,7 +69,7 @@ class Manifest:
 def add(home: Path, spec: str, name: str | None = None, report: Report = print) -> Path:
     """Install the default model, a folder, or a Hugging Face repository, and return its folder."""
     if spec == smollm2.NAME and name in (None, spec):
-        return ensure(home, spec, report)
+        return ensure(home, spec, report, is_whole=lambda folder: not damaged_files(folder))
     if Path(spec).expanduser().is_dir():
         return add_folder(home, Path(spec).expanduser(), name, report)
     if spec.count("/") == 1 and _NAME.fullmatch(spec):
@@ -83,17 +83,18 @@ def ensure(
     home: Path,
     name: str,
     report: Report = print,
-    install: Callable[[Path], dict[str, str]] = smollm2.install,
+    install: Callable[[Path], dict[str, str]] | None = None,
+    is_whole: Callable[[Path], bool] = lambda folder: read_manifest(folder) is not None,
 ) -> Path:
-    """Return the model's folder; the default model is installed first when it is absent."""
+    """Return the model's folder; the default model is installed first unless it `is_whole`."""
     if name != smollm2.NAME:
         return resolve(home, name)
 
     def fill(folder: Path) -> dict[str, str]:
         report(f"Downloading and converting {name} (once)")
-        return install(folder)
+        return (install or smollm2.install)(folder)
 
-    return _install(home, name, fill, replace=False)
+    return _install(home, name, fill, is_whole)
 
 
 def add_folder(home: Path, path: Path, name: str | None, report: Report = print) -> Path:
@@ -106,7 +107,7 @@ def add_folder(home: Path, path: Path, name: str | None, report: Report = print)
             _link_or_copy(file, folder / file.name)
         return {"path": str(path)}
 
-    return _install(home, name or path.name, fill, replace=True)
+    return _install(home, name or path.name, fill)
 
 
 def add_from_hub(
@@ -133,7 +134,7 @@ def add_from_hub(
             _link_or_copy(file, folder / file.name)
         return {"repo_id": repo_id, "commit": snapshot.name}
 
-    return _install(home, name or repo_id, fill, replace=True)
+    return _install(home, name or repo_id, fill)
 
 
 def add_quantized(
@@ -148,7 +149,7 @@ def add_quantized(
         check_model_folder(folder)
         return {"model": name, "quantization": quantization}
 
-    return _install(home, new_name or f"{name}-{quantization}", fill, replace=True)
+    return _install(home, new_name or f"{name}-{quantization}", fill)
 
 
 def write_quantized(source: Path, target: Path, quantization: str) -> None:
@@ -196,14 +197,15 @@ def list_models(home: Path) -> list[Manifest]:
 
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the folder's manifest, or None where no complete installation is."""
-    path = folder / MANIFEST
-    if not path.is_file():
+    try:
+        values = read_object(folder / MANIFEST)
+        if values.pop("format", None) != _FORMAT:
+            return None
+        values["files"] = {name: InstalledFile(**file) for name, file in values["files"].items()}
+        manifest = Manifest(**values)
+    except (InvalidFolder, KeyError, TypeError, AttributeError):
+        # Missing, or damaged like any other file may be.
         return None
-    values = read_object(path)
-    if values.pop("format", None) != _FORMAT:
-        return None
-    values["files"] = {name: InstalledFile(**file) for name, file in values["files"].items()}
-    manifest = Manifest(**values)
     for name, file in manifest.files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != file.size:
             return None
@@ -219,12 +221,15 @@ def damaged_files(folder: Path) -> list[str]:
 
 
 def _install(
-    home: Path, name: str, fill: Callable[[Path], dict[str, str]], *, replace: bool
+    home: Path,
+    name: str,
+    fill: Callable[[Path], dict[str, str]],
+    is_whole: Callable[[Path], bool] = lambda folder: False,
 ) -> Path:
     """Let `fill` write into a temporary folder and move that into place, once for all processes."""
     folder = _folder(home, name)
     with _locked(folder):
-        if not replace and read_manifest(folder) is not None:
+        if is_whole(folder):
             return folder
         staging = Path(tempfile.mkdtemp(prefix=_staging_prefix(folder), dir=folder.parent))
         try:

@@ -35,7 +35,7 @@ def add(
     ] = None,
     home: HomeOption = DEFAULT_HOME,
 ) -> None:
-    """Install a model; one that is already there is left as it is."""
+    """Install a model; the default one is left as it is where none of its files is damaged."""
     console = Console(stderr=True)
     try:
         folder = model_store.add(home.expanduser(), model, name, console.print)

@@ -283,6 +283,43 @@ def test_a_file_that_changed_is_reported_as_damaged(tmp_path: Path) -> None:
     assert model_store.damaged_files(folder) == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 1, "files": {"a": 1}}'])
+def test_a_damaged_manifest_is_in_the_way_of_no_other_model(tmp_path: Path, text: str) -> None:
+    whole = model_store.add(tmp_path, str(make_folder(tmp_path / "whole")), report=ignore)
+    damaged = model_store.add(tmp_path, str(make_folder(tmp_path / "damaged")), report=ignore)
+    (damaged / model_store.MANIFEST).write_text(text)
+
+    assert [one.name for one in model_store.list_models(tmp_path)] == ["whole"]
+    assert model_store.resolve(tmp_path, "whole") == whole
+    with pytest.raises(model_store.ModelStoreError, match="not installed"):
+        model_store.resolve(tmp_path, "damaged")
+    model_store.add(tmp_path, str(tmp_path / "damaged"), report=ignore)
+    assert model_store.damaged_files(damaged) == []
+
+
+def test_adding_the_default_model_again_mends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installs: list[Path] = []
+
+    def install(folder: Path) -> dict[str, str]:
+        installs.append(folder)
+        write_json(folder / "config.json", {"a": 1})
+        return {}
+
+    monkeypatch.setattr(smollm2, "install", install)
+    folder = model_store.add(tmp_path, smollm2.NAME, report=ignore)
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace("1", "2"))
+
+    # Whoever only serves it does not read all of its files for that.
+    model_store.ensure(tmp_path, smollm2.NAME)
+    assert len(installs) == 1
+    for _ in range(2):
+        model_store.add(tmp_path, smollm2.NAME, report=ignore)
+    assert len(installs) == 2
+    assert model_store.damaged_files(folder) == []
+
+
 def test_the_command_adds_and_lists(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "m")
     runner = CliRunner(env={"PDMESH_HOME": str(tmp_path / "home")})
