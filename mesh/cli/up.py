@@ -183,7 +183,11 @@ def _settings(assignments: list[str], dtype: str | None) -> dict[str, dict[str, 
         section, dot, name = target.partition(".")
         if not separator or not dot:
             raise ValueError(f"--set {assignment}: expected SERVICE.NAME=VALUE")
-        settings.setdefault(section, {})[name] = yaml.safe_load(value)
+        try:
+            settings.setdefault(section, {})[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            problem = " ".join(str(error).split())
+            raise ValueError(f"--set {assignment}: not a YAML value: {problem}") from error
     return settings
 
 

@@ -63,6 +63,18 @@ def test_up_refuses_a_rules_file_that_is_not_there(tmp_path: Path) -> None:
     assert "--rules" in result.output
 
 
+@pytest.mark.parametrize("value", ["{", "'a", "a: b: c", "\x07"])
+def test_up_explains_a_setting_that_is_no_yaml(tmp_path: Path, value: str) -> None:
+    setting = f"gateway.rules_path={value}"
+
+    result = CliRunner().invoke(
+        app, ["up", "--home", str(tmp_path), "--model", str(tmp_path), "--set", setting]
+    )
+
+    assert result.exit_code == 1
+    assert f"pdmesh: --set {setting}: not a YAML value" in result.output
+
+
 def test_services_that_may_fail_one_at_a_time_are_told_apart(tmp_path: Path) -> None:
     home = Home(tmp_path)
     options = LaunchOptions(
