@@ -19,6 +19,8 @@ from mesh.v1 import local_call_pb2, local_call_pb2_grpc
 logger = logging.getLogger(__name__)
 
 _DETAILS_KEY = "grpc-status-details-bin"
+# What a caller may take to read the last frames of a server that stops.
+_FLUSH_TIMEOUT_S = 1.0
 
 
 class _CallDetails(NamedTuple):
@@ -70,9 +72,7 @@ class LocalCallServicer(local_call_pb2_grpc.LocalCallServiceServicer):
             await asyncio.wait(running)
         if self._server is not None:
             self._server.close()
-        for peer, _ in connections:
-            peer.close()
-            await peer.wait_until_lost()
+        await asyncio.gather(*(_flush(peer) for peer, _ in connections))
 
     async def Offer(
         self, request: local_call_pb2.OfferRequest, context: Any
@@ -321,6 +321,17 @@ class _Requests:
         if message is None:
             raise StopAsyncIteration
         return self._deserialize(message)
+
+
+async def _flush(peer: FrameSocket) -> None:
+    """Close once the caller has what was sent; one that reads nothing holds nobody up."""
+    peer.close()
+    try:
+        async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+            await peer.wait_until_lost()
+    except TimeoutError:
+        peer.abort()
+        await peer.wait_until_lost()
 
 
 def _status(code: grpc.StatusCode, details: str) -> local_call_pb2.LocalCallStatus:

@@ -252,6 +252,36 @@ async def test_the_end_of_the_offer_ends_the_calls() -> None:
         writer.close()
 
 
+async def test_a_server_that_stops_does_not_wait_for_who_reads_nothing() -> None:
+    """As a frozen caller does, whose socket stays open."""
+    has_begun = asyncio.Event()
+
+    async def answer(request: bytes, context: Any) -> AsyncGenerator[bytes, None]:
+        has_begun.set()
+        yield bytes(1 << 22)
+
+    server = MeshServer()
+    async with (
+        serving(server=server, UnaryStream=answer) as stub,
+        grpc.aio.insecure_channel(stub.address) as plain,
+    ):
+        offering = local_call_pb2_grpc.LocalCallServiceStub(plain).Offer(
+            local_call_pb2.OfferRequest()
+        )
+        offer = await offering.read()
+        assert isinstance(offer, local_call_pb2.OfferResponse)
+        _, writer = await _open(offer.socket_name)
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        start = local_call_pb2.LocalCallStart(method="/test.Echo/UnaryStream")
+        _send(writer, local_call_pb2.LocalFrame(token=offer.token))
+        _send(writer, local_call_pb2.LocalFrame(call_id=1, start=start, message=b"x"))
+
+        async with asyncio.timeout(20):
+            await has_begun.wait()
+            await server.stop(0)
+        writer.close()
+
+
 @pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", b"\x02\x00\x00\x00\xff\xff", b"wrong token"])
 async def test_what_nobody_was_offered_is_cut(sent: bytes) -> None:
     async with serving(UnaryUnary=echo) as stub, grpc.aio.insecure_channel(stub.address) as plain:
