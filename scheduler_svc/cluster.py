@@ -36,7 +36,8 @@ class Cluster:
     """Owns the snapshot of live workers, and of what other schedulers have charged to them.
 
     A worker whose record is gone while the registry answers is gone. While it does not answer,
-    the last snapshot stands for `max_outage_s`; for `recovery_s` afterwards workers are only
+    the last snapshot stands for `max_outage_s`, which is long: who of it has died is found out by
+    its breaker, and without it nobody would be served. For `recovery_s` afterwards workers are only
     added, since a registry that restarted empty hears of them with their next heartbeats. All
     workers vanishing at once is taken for such a restart too.
     """
@@ -47,7 +48,7 @@ class Cluster:
         *,
         interval_s: float = 0.25,
         timeout_s: float = 1.0,
-        max_outage_s: float = 60.0,
+        max_outage_s: float = 86_400.0,
         recovery_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -96,7 +96,7 @@ class SchedulerConfig(ServiceConfig):
         0.25, gt=0, description="how often workers are read from Redis while any has requests"
     )
     max_outage_s: float = Field(
-        60.0, ge=0, description="how long workers count as alive while Redis does not answer"
+        86_400.0, ge=0, description="how long workers count as alive while Redis does not answer"
     )
     lookup_timeout_s: float = Field(
         0.05, gt=0, description="how long a placement waits for the prefix lookup"

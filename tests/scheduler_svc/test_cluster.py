@@ -7,8 +7,10 @@ from contextlib import asynccontextmanager
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from mesh.config import read
 from mesh.registry import RegisteredWorker, WorkerLoad
 from scheduler_svc.cluster import Cluster
+from scheduler_svc.config import SchedulerConfig
 from scheduler_svc.peers import Charges
 from scheduler_svc.workers import ActiveLoad, Role
 from tests.paper_workers import PaperRegistry, registered
@@ -93,6 +95,20 @@ async def test_last_snapshot_stands_while_the_registry_is_down(error: Exception)
     await cluster.refresh()
 
     assert ids(cluster) == []
+
+
+async def test_an_hour_without_the_registry_costs_no_request() -> None:
+    # RD-03
+    registry, clock = PaperRegistry(registered("d0")), FakeClock()
+    settings = read(SchedulerConfig)
+    cluster = Cluster(registry, max_outage_s=settings.max_outage_s, clock=clock)
+    await cluster.refresh()
+
+    registry.error = DOWN
+    clock.now = 3600
+    await cluster.refresh()
+
+    assert ids(cluster) == ["d0"]
 
 
 async def test_registry_that_hangs_is_an_outage() -> None:
