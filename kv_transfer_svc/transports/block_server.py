@@ -123,7 +123,8 @@ class BlockServer:
                         shut_down(connection)
             while first_byte := _wait_for_request(connection, self._idle_timeout_s):
                 connection.settimeout(self._stall_timeout_s)
-                self._answer(connection, block_wire.receive_request(connection, first_byte))
+                request = block_wire.receive_request(connection, first_byte, self.token)
+                self._answer(connection, request)
         except (OSError, block_wire.WireError) as error:
             if not self._closing.is_set():
                 logger.warning("a reader is gone", extra={"reason": str(error)})

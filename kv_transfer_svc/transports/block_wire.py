@@ -17,6 +17,7 @@ Numbers are little-endian. A connection carries one request after another; whoev
 anything wrong closes it, so that bytes of one answer are never taken for another's.
 """
 
+import secrets
 import select
 import socket
 import struct
@@ -33,6 +34,8 @@ MAX_REST_S = 30.0
 # Fits into a core's cache, so that checking a piece costs no trip to memory.
 _PIECE_BYTES = 1 << 20
 _MAX_BODY_BYTES = 64 << 20
+# Of who does not know the token: so much is read, for an answer that says so.
+_MAX_STRANGERS_BYTES = 64 << 10
 _MAX_ERROR_BYTES = 4096
 
 _PREFIX = struct.Struct("<4sHI")
@@ -118,21 +121,28 @@ def send_request(connection: socket.socket, request: ReadRequest) -> None:
     connection.sendall(b"".join((prefix, body, *parts)))
 
 
-def receive_request(connection: socket.socket, first_byte: bytes) -> ReadRequest:
-    """`first_byte` was read by whoever waited for the request."""
+def receive_request(
+    connection: socket.socket, first_byte: bytes, expected_token: bytes
+) -> ReadRequest:
+    """`first_byte` was read by whoever waited for the request.
+
+    One with another token may be returned too, but takes no memory to speak of.
+    """
     prefix = first_byte + _receive(connection, _PREFIX.size - len(first_byte))
     magic, version, length = _PREFIX.unpack(prefix)
     if (magic, version) != (_MAGIC, _VERSION):
         raise WireError(f"not a request of version {_VERSION}")
     if not _BODY.size <= length <= _MAX_BODY_BYTES:
         raise WireError(f"a request of {length} bytes")
-    body = memoryview(_receive(connection, length))
-    token, block_bytes, follows, *sizes = _BODY.unpack(body[: _BODY.size])
+    token, block_bytes, follows, *sizes = _BODY.unpack(_receive(connection, _BODY.size))
+    if length > _MAX_STRANGERS_BYTES and not secrets.compare_digest(token, expected_token):
+        raise WireError(f"a request of {length} bytes without the token")
+    rest = memoryview(_receive(connection, length - _BODY.size))
     if _BODY.size + sum(sizes) != length or any(size % _U32.itemsize for size in sizes[2:]):
         raise WireError("the parts of a request do not add up")
-    parts, start = [], _BODY.size
+    parts, start = [], 0
     for size in sizes:
-        parts.append(body[start : start + size])
+        parts.append(rest[start : start + size])
         start += size
     runs = np.frombuffer(parts[2], _U32)
     if len(runs) % 2:

@@ -45,7 +45,9 @@ class Misbehaving:
     def _serve(self, spec: SegmentSpec) -> None:
         connection, _ = self._listener.accept()
         with self._listener, connection:
-            block_wire.receive_request(connection, connection.recv(1))
+            block_wire.receive_request(
+                connection, connection.recv(1), bytes(block_wire.TOKEN_BYTES)
+            )
             self._answer(connection, spec)
             self.done.wait(10)
 
@@ -189,3 +191,20 @@ async def test_garbage_on_the_data_port_is_hung_up_on(
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""
         writer.close()
+
+
+async def test_long_request_without_the_token_is_not_waited_for(start: StartAgent) -> None:
+    """It would take memory from the agent, from whoever can reach the port."""
+    there = await start(stall_timeout_s=60)
+    assert there.agent.network is not None
+    length = 32 << 20
+    prefix = block_wire._PREFIX.pack(b"PDKV", block_wire._VERSION, length)
+    body = block_wire._BODY.pack(bytes(block_wire.TOKEN_BYTES), 1, 0, 0, 0, 0, length)
+    port = there.agent.network.block_server.port
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(prefix + body)
+
+    async with asyncio.timeout(20):
+        assert await reader.read() == b""
+    writer.close()
