@@ -80,7 +80,11 @@ CHAT: dict[str, _IsOff] = {
     "functions": _empty,
     "include_reasoning": _one_of(False),
     "modalities": lambda value: value in ([], ["text"]),
+    "moderation": _empty,
+    # No answer calls a tool, let alone several at once.
+    "parallel_tool_calls": _one_of(True, False),
     "prediction": _empty,
+    "prompt_cache_options": lambda value: value in ({}, {"mode": "implicit"}),
     "reasoning_effort": _one_of("none"),
     "thinking_token_budget": lambda value: False,
     "tool_choice": _one_of("none", "auto"),

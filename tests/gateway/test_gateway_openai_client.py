@@ -1,11 +1,18 @@
 """The official client against the gateway: it must not be able to tell the difference."""
 
 import json
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, get_type_hints
 
 import openai
 import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+from pydantic import BaseModel
 
+from gateway.openai.chat import ChatRequest
+from gateway.openai.completions import CompletionRequest
+from gateway.openai.unsupported import CHAT, COMPLETIONS
 from mesh.errors import DeadlineExceeded, InternalError, MeshError, QueueFull, WorkerUnavailable
 from tests.gateway.fake_tokenizer import MODEL
 from tests.gateway.fakes import FakeMesh
@@ -301,3 +308,17 @@ async def test_a_body_that_is_too_large_is_refused_as_such(mesh: FakeMesh) -> No
 
     assert caught.value.status_code == 413
     assert caught.value.code == "request_too_large"
+
+
+@pytest.mark.parametrize(
+    ("params", "kind", "refused"),
+    [
+        (chat_params.CompletionCreateParamsStreaming, ChatRequest, CHAT),
+        (completion_params.CompletionCreateParamsStreaming, CompletionRequest, COMPLETIONS),
+    ],
+)
+def test_every_parameter_of_the_client_is_taken_or_refused(
+    params: type, kind: type[BaseModel], refused: Mapping[str, object]
+) -> None:
+    # GW-15
+    assert set(get_type_hints(params)) <= kind.model_fields.keys() | refused.keys()

@@ -48,6 +48,8 @@ UNSUPPORTED = [
     (CHAT, "audio", {"voice": "x"}),
     (CHAT, "modalities", ["text", "audio"]),
     (CHAT, "prediction", {"type": "content", "content": "x"}),
+    (CHAT, "moderation", {"model": "omni-moderation-latest"}),
+    (CHAT, "prompt_cache_options", {"mode": "explicit"}),
     (CHAT, "reasoning_effort", "high"),
     (CHAT, "guided_json", {"type": "object"}),
     (CHAT, "guided_regex", "a+"),
@@ -98,7 +100,6 @@ async def test_padding_of_events_is_refused_by_name(http: httpx.AsyncClient) -> 
     [
         (CHAT, {"response_format": {"type": "text"}, "tool_choice": "auto", "tools": []}),
         (CHAT, {"functions": [], "function_call": "none", "modalities": ["text"]}),
-        # No answer calls a tool, let alone several.
         (CHAT, {"parallel_tool_calls": False}),
         (COMPLETIONS, {"best_of": 1, "suffix": "", "echo": False, "guided_json": None}),
         (COMPLETIONS, {"service_tier": "auto", "use_beam_search": False}),
