@@ -49,6 +49,8 @@ class MeshState:
     services: tuple[ServiceRecord, ...]
     # Where the supervisor takes orders.
     control_address: str = ""
+    # Within which it ends when it is told to, services and all.
+    stop_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True)

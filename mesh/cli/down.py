@@ -8,8 +8,6 @@ from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
 from mesh.home import HomeInUse
 from mesh.supervisor import clean_up, find_supervisor
 
-STOP_TIMEOUT_S = 60.0
-
 
 def down(home: HomeOption = DEFAULT_HOME) -> None:
     """Stop every service and remove what they held."""
@@ -18,11 +16,11 @@ def down(home: HomeOption = DEFAULT_HOME) -> None:
     supervisor = None if state is None else find_supervisor(state)
     if state is not None and supervisor is not None:
         supervisor.terminate()
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        deadline = time.monotonic() + state.stop_timeout_s
         # Not until its pid is gone: whoever has to collect it may take another second.
         while find_supervisor(state) is not None:
             if time.monotonic() > deadline:
-                raise fail(f"process {supervisor.pid} did not stop in {STOP_TIMEOUT_S:.0f} s")
+                raise fail(f"process {supervisor.pid} did not stop in {state.stop_timeout_s:.0f} s")
             time.sleep(0.02)
     try:
         with place.lock():

@@ -23,7 +23,7 @@ from mesh import model_store
 from mesh.cli.options import DEFAULT_HOME, HomeOption, fail, home_at
 from mesh.fleet import Fleet, serving_fleet
 from mesh.home import Home, HomeInUse, MeshState
-from mesh.launch import Launch, LaunchOptions, plan_launch, write_topology
+from mesh.launch import NUM_STOP_STAGES, Launch, LaunchOptions, plan_launch, write_topology
 from mesh.supervisor import (
     DEFAULT_HANG_TIMEOUT_S,
     StartFailed,
@@ -34,7 +34,9 @@ from mesh.supervisor import (
 from mesh.telemetry import JsonFormatter
 
 START_TIMEOUT_S = 120.0
-STOP_GRACE_S = 12.0
+# What a service needs to end after its drain, and a mesh after its services.
+EXIT_GRACE_S = 2.0
+STOP_MARGIN_S = 12.0
 
 console = Console()
 
@@ -124,6 +126,7 @@ async def _serve(home: Home, options: LaunchOptions, hang_timeout_s: float) -> i
     launch = plan_launch(home, options, os.environ)
     write_topology(home, launch.topology)
     display = _Display(console)
+    grace_s = launch.longest_drain_s + EXIT_GRACE_S
     supervisor = Supervisor(
         home,
         launch.specs,
@@ -131,6 +134,7 @@ async def _serve(home: Home, options: LaunchOptions, hang_timeout_s: float) -> i
         grpc_address=launch.grpc_address,
         model=options.model_name,
         control_address=launch.control_address,
+        stop_timeout_s=NUM_STOP_STAGES * grace_s + STOP_MARGIN_S,
         hang_timeout_s=hang_timeout_s,
         on_change=display.update,
     )
@@ -151,7 +155,7 @@ async def _serve(home: Home, options: LaunchOptions, hang_timeout_s: float) -> i
         for task in (work, stopped):
             task.cancel()
         await asyncio.gather(work, stopped, return_exceptions=True)
-        await supervisor.stop(STOP_GRACE_S)
+        await supervisor.stop(grace_s)
         for segment in home.segments():
             segment.unlink(missing_ok=True)
 

@@ -75,6 +75,16 @@ def test_up_explains_a_setting_that_is_no_yaml(tmp_path: Path, value: str) -> No
     assert f"pdmesh: --set {setting}: not a YAML value" in result.output
 
 
+def test_the_longest_drain_of_all_services_is_waited_for(tmp_path: Path) -> None:
+    def longest_drain_s(**settings: dict[str, object]) -> float:
+        options = LaunchOptions("smol", tmp_path, settings=settings)
+        return plan_launch(Home(tmp_path), options, {}).longest_drain_s
+
+    assert longest_drain_s() == 10
+    assert longest_drain_s(decode={"drain_timeout_s": 60}, gateway={"drain_timeout_s": 5}) == 60
+    assert longest_drain_s(decode={"drain_timeout_s": None}) == 10
+
+
 def test_services_that_may_fail_one_at_a_time_are_told_apart(tmp_path: Path) -> None:
     home = Home(tmp_path)
     options = LaunchOptions(
