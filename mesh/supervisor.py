@@ -207,17 +207,7 @@ class Supervisor:
         backoff_s = BACKOFF_FIRST_S
         while True:
             started = time.monotonic()
-            await self._spawn(service)
-            tending = asyncio.create_task(self._tend(service))
-            assert service.process is not None
-            try:
-                status = await service.process.wait()
-            finally:
-                tending.cancel()
-            service.ready.clear()
-            logger.warning(
-                "service ended", extra={"service_name": service.spec.name, "status": status}
-            )
+            status = await self._run_once(service)
             if not service.was_ready:
                 fatal = status == CONFIG_ERROR_EXIT or service.restarts + 1 >= MAX_FIRST_STARTS
                 if fatal:
@@ -231,6 +221,29 @@ class Supervisor:
             self._publish()
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, BACKOFF_LAST_S)
+
+    async def _run_once(self, service: _Service) -> int | None:
+        """The status with which its process ended; None if there could be none, as where memory
+        or processes are short, or the folder of the logs was taken away."""
+        try:
+            await self._spawn(service)
+        except OSError as error:
+            if not service.was_ready:
+                raise
+            logger.error(
+                "service cannot be started",
+                extra={"service_name": service.spec.name, "error": repr(error)},
+            )
+            return None
+        tending = asyncio.create_task(self._tend(service))
+        assert service.process is not None
+        try:
+            status = await service.process.wait()
+        finally:
+            tending.cancel()
+        service.ready.clear()
+        logger.warning("service ended", extra={"service_name": service.spec.name, "status": status})
+        return status
 
     async def _spawn(self, service: _Service) -> None:
         with service.log_path.open("ab") as log:

@@ -133,6 +133,33 @@ async def test_a_state_file_that_cannot_be_written_ends_no_service(home: Home) -
     assert find_process(second) is find_process(other) is None
 
 
+async def test_a_service_that_cannot_be_started_again_for_now_ends_no_other(home: Home) -> None:
+    changes: asyncio.Queue[MeshState] = asyncio.Queue()
+
+    async def until(num_restarts: int, name: str) -> None:
+        async with asyncio.timeout(20):
+            while True:
+                first = (await changes.get()).services[0]
+                if first.restarts >= num_restarts and first.state == name:
+                    return
+
+    supervisor = supervise(home, spec("a", SLEEP), spec("b", SLEEP), on_change=changes.put_nowait)
+    await supervisor.start(timeout_s=20)
+    running = asyncio.create_task(supervisor.run_until_failed())
+    pid = supervisor.state().services[0].pid
+    assert pid is not None
+
+    away = home.logs.rename(home.path / "away")
+    os.kill(pid, signal.SIGKILL)
+    await until(2, "restarting")
+    away.rename(home.logs)
+    await until(2, "running")
+
+    assert not running.done()
+    running.cancel()
+    await supervisor.stop(grace_s=5)
+
+
 async def test_a_home_that_cannot_be_written_to_fails_the_start(home: Home) -> None:
     home.state_file.with_suffix(".tmp").mkdir()
     supervisor = supervise(home, spec("a", SLEEP))
