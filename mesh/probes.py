@@ -2,6 +2,7 @@
 
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 import grpc
@@ -49,5 +50,6 @@ def http_health(url: str, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
-    except OSError:
+    except (OSError, HTTPException):
+        # Nobody, or another program that does not speak HTTP.
         return None

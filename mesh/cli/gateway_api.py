@@ -4,6 +4,7 @@ import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,7 +71,7 @@ class GatewayApi:
                 if error.code == _NOT_FOUND:
                     return None
                 raise fail(f"{self.url}: {_message(error.read())}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise fail(f"{self.url} does not answer: {error}") from error
 
 

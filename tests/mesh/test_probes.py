@@ -1,8 +1,12 @@
 """Who is alive: whoever serves or drains, and nobody who is stuck, frozen or gone."""
 
+import asyncio
 import socket
 
-from mesh.probes import grpc_alive, grpc_health
+from typer.testing import CliRunner
+
+from mesh.cli.main import app
+from mesh.probes import grpc_alive, grpc_health, http_health
 from mesh.server import MeshServer
 
 
@@ -33,6 +37,22 @@ async def test_a_service_that_drains_is_alive() -> None:
         assert await grpc_alive(address, timeout_s=20)
     finally:
         await server.stop(0)
+
+
+async def test_a_port_where_no_http_is_spoken_has_no_gateway() -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+        await reader.read(1)
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+        assert await asyncio.to_thread(http_health, url, 20) is None
+        asked = await asyncio.to_thread(CliRunner().invoke, app, ["top", "--once", "--url", url])
+
+    assert asked.exit_code == 1
+    assert f"pdmesh: {url} does not answer" in asked.output
 
 
 async def test_a_service_that_is_frozen_is_not_alive() -> None:
