@@ -208,8 +208,14 @@ def _detach(home: Home) -> None:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    with console.status("starting"):
-        state = _wait_until_ready(home, process)
+    try:
+        with console.status("starting"):
+            state = _wait_until_ready(home, process)
+    except KeyboardInterrupt:
+        # It has a session of its own, and hears nothing of the key.
+        process.terminate()
+        process.wait()
+        raise
     if state is None:
         raise fail(log_path.read_text(errors="replace").strip())
     console.print(ready_message(state, home), soft_wrap=True)

@@ -1,6 +1,9 @@
 """From the options of `pdmesh up` to the settings of its services."""
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -73,6 +76,23 @@ def test_up_explains_a_setting_that_is_no_yaml(tmp_path: Path, value: str) -> No
 
     assert result.exit_code == 1
     assert f"pdmesh: --set {setting}: not a YAML value" in result.output
+
+
+def test_an_interrupted_up_leaves_no_mesh_starting_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as behind:
+        monkeypatch.setattr("mesh.cli.up.subprocess.Popen", lambda *_, **__: behind)
+        monkeypatch.setattr("mesh.cli.up._wait_until_ready", interrupted)
+
+        CliRunner().invoke(app, ["up", "--home", str(tmp_path), "--detach"])
+
+        status = behind.poll()
+        behind.kill()
+    assert status == -signal.SIGTERM
 
 
 def test_the_longest_drain_of_all_services_is_waited_for(tmp_path: Path) -> None:
