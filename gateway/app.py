@@ -146,6 +146,10 @@ class _Server(uvicorn.Server):
 
         Not uvicorn's own end, which soon cancels what still runs.
         """
+        if not self.started:
+            # Nobody was let in yet, and nobody will be.
+            self.should_exit = True
+            return
         for server in self.servers:
             server.close()
         for connection in list(self.server_state.connections):
