@@ -67,10 +67,18 @@ def _check_address(value: str) -> str:
 
 def _check_redis_url(value: str) -> str:
     """One server, or several by `redis+sentinel://` and `redis+cluster://`."""
-    if parse_several(value) is None and urlsplit(value).scheme not in ("redis", "rediss", "unix"):
+    if parse_several(value) is not None:
+        return value
+    parts = urlsplit(value)
+    if parts.scheme not in ("redis", "rediss", "unix"):
         raise ValueError(
             "should begin with redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://"
         )
+    if parts.scheme != "unix":
+        _ = parts.port  # raises where it is none
+        # redis-py takes database 0 for what it cannot read, and 12 for /1/2.
+        if not re.fullmatch(r"/?|/\d+", parts.path, re.ASCII):
+            raise ValueError(f"no database: {parts.path[1:]!r}")
     return value
 
 

@@ -137,6 +137,34 @@ def test_an_empty_variable_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -
     assert config.port == 8000
 
 
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("redis://h:six/0", "Port could not be cast"),
+        ("redis://h:99999/0", "Port out of range"),
+        ("redis://h:6379/cache", "no database: 'cache'"),
+        ("rediss://h/1/2", "no database: '1/2'"),
+    ],
+)
+def test_a_redis_that_cannot_be_meant_is_a_problem(
+    url: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_URL", url)
+
+    [found] = problems_of(GatewayConfig)
+
+    assert found.startswith(f"REDIS_URL: {problem}")
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h", "redis://h/", "redis://u:p@[::1]:1/3?protocol=3", "unix:///run/redis.sock"]
+)
+def test_redis_urls_of_one_server(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", url)
+
+    assert read(GatewayConfig).redis_url == url
+
+
 def test_all_problems_are_reported_at_once(topology: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     topology.write_text(
         "redis_ulr: redis://x\n"
