@@ -350,8 +350,8 @@ class Placement(_message.Message):
     """How the request is served."""
     reason: _builtins.str
     """Why this mode, one of a fixed set: "isl_bounding", "prefill_remote",
-    "no_prefill_worker", "forced", and once costs are measured "local_cheaper",
-    "remote_cheaper", "explore".
+    "no_prefill_worker", "shared_cores", "forced", and once costs are measured
+    "local_cheaper", "remote_cheaper", "explore".
     """
     lease_ms: _builtins.int
     """How long the placement is kept without a word from the caller, who renews it
