@@ -100,7 +100,10 @@ async def open_core(config: GatewayConfig) -> AsyncIterator[Core]:
         stack.push_async_callback(tokenizer_channel.close)
         scheduler_channel = connect(config.scheduler_addresses, calls_locally=True)
         stack.push_async_callback(scheduler_channel.close)
-        channels = await stack.enter_async_context(Channels(calls_locally=True))
+        # No call to a worker outlives its request.
+        channels = await stack.enter_async_context(
+            Channels(calls_locally=True, max_rest_s=2 * config.request_timeout_s)
+        )
 
         tokenizer = Tokenizer(
             tokenizer_channel,

@@ -112,6 +112,8 @@ class TokenFeeds:
     def _feed(self, address: str, channel: grpc.aio.Channel) -> Feed:
         feed = self._feeds.get(address)
         if feed is None or feed.is_worn:
+            for gone in [one for one, old in self._feeds.items() if old.is_worn]:
+                del self._feeds[gone]
             # It belongs to no request: neither to the id nor to the trace of its first one.
             feed = self._feeds[address] = Context().run(Feed, channel)
         return feed

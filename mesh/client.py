@@ -3,8 +3,11 @@
 import asyncio
 import ipaddress
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -79,6 +82,14 @@ def connect(
 _RETIREMENT_S = 10.0
 
 
+@dataclass
+class _Peer:
+    channel: grpc.aio.Channel
+    # The newest process there of which a caller knew.
+    incarnation: str
+    used_at: float
+
+
 class Channels:
     """One channel for each address, opened on first use and owned here.
 
@@ -91,62 +102,76 @@ class Channels:
         *,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         calls_locally: bool = False,
+        max_rest_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """A channel for which nobody has asked in `max_rest_s` may be closed, with what still runs
+        on it: addresses of workers come and go."""
         self._max_message_bytes = max_message_bytes
         self._calls_locally = calls_locally
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        # The newest process that was asked for by its incarnation.
-        self._incarnations: dict[str, str] = {}
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._max_rest_s = max_rest_s
+        self._clock = clock
+        self._peers: dict[str, _Peer] = {}
+        self._retiring: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
     def get(self, address: str, incarnation: str = "") -> grpc.aio.Channel:
         """The channel to the newest process at `address`; `incarnation` (`mesh/registry.py`) says
         that there is one, where the caller knows."""
-        known = self._incarnations.get(address, "")
-        if incarnation > known:
-            self._incarnations[address] = incarnation
-            if known and (old := self._channels.pop(address, None)) is not None:
-                retiring = asyncio.create_task(_retire(old))
-                self._retiring.add(retiring)
-                retiring.add_done_callback(self._retiring.discard)
-        channel = self._channels.get(address)
-        if channel is None:
+        now = self._clock()
+        peer = self._peers.get(address)
+        if peer is not None and "" < peer.incarnation < incarnation:
+            self._retire(address)
+            peer = None
+        if peer is None:
+            for one in [one for one, old in self._peers.items() if self._is_unused(old, now)]:
+                self._retire(one)
             channel = connect(
                 address,
                 max_message_bytes=self._max_message_bytes,
                 calls_locally=self._calls_locally,
             )
-            self._channels[address] = channel
-        return channel
+            peer = self._peers[address] = _Peer(channel, incarnation, now)
+        peer.incarnation = max(peer.incarnation, incarnation)
+        peer.used_at = now
+        return peer.channel
 
     async def forget(self, address: str) -> None:
         """Close the channel to a peer that is gone for good."""
-        self._incarnations.pop(address, None)
-        channel = self._channels.pop(address, None)
-        if channel is not None:
-            await channel.close()
+        peer = self._peers.pop(address, None)
+        if peer is not None:
+            await peer.channel.close()
 
     async def close(self) -> None:
-        for retiring in self._retiring:
-            retiring.cancel()
-        await asyncio.gather(*self._retiring, return_exceptions=True)
-        while self._channels:
-            _, channel = self._channels.popitem()
+        retiring, self._retiring = self._retiring, {}
+        for task in retiring:
+            task.cancel()
+        await asyncio.gather(*retiring, return_exceptions=True)
+        for channel in retiring.values():
             await channel.close()
+        while self._peers:
+            _, peer = self._peers.popitem()
+            await peer.channel.close()
+
+    def _is_unused(self, peer: _Peer, now: float) -> bool:
+        return now - peer.used_at > self._max_rest_s
+
+    def _retire(self, address: str) -> None:
+        """Give its channel to nobody any more, and close it when what runs on it has ended."""
+        channel = self._peers.pop(address).channel
+
+        async def close_later() -> None:
+            await asyncio.sleep(_RETIREMENT_S)
+            await channel.close()
+
+        task = asyncio.create_task(close_later())
+        self._retiring[task] = channel
+        task.add_done_callback(lambda done: self._retiring.pop(done, None))
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
-
-
-async def _retire(channel: grpc.aio.Channel) -> None:
-    """Close the channel once its calls know that their peer is gone; at once if cancelled."""
-    try:
-        await asyncio.sleep(_RETIREMENT_S)
-    finally:
-        await channel.close()
 
 
 async def settled(channel: grpc.aio.Channel) -> None:

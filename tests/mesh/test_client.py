@@ -12,6 +12,7 @@ import pytest
 from mesh.client import Channels, connect, mesh_errors, remaining_s
 from mesh.errors import DeadlineExceeded, MessageTooLarge, WorkerUnavailable
 from mesh.server import MeshServer
+from tests.fakes import FakeClock
 from tests.loop_clock import LoopClock
 from tests.mesh.echo import NAME, EchoStub, add_echo, connect_locally, serving
 
@@ -284,6 +285,25 @@ async def test_a_new_process_at_an_old_address_has_a_channel_of_its_own() -> Non
 
     for channel in (old, new):
         assert channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+    await server.stop(0)
+
+
+async def test_channels_that_nobody_asks_for_any_more_are_closed() -> None:
+    clock = FakeClock()
+    server = await start_echo(UnaryUnary=echo)
+    async with Channels(max_rest_s=60, clock=clock) as channels:
+        gone = channels.get("127.0.0.1:1")
+        used = channels.get(server.address)
+        clock.advance(50)
+        assert channels.get(server.address) is used
+        clock.advance(20)
+
+        channels.get("127.0.0.1:2")
+
+        assert channels.get(server.address) is used
+        assert channels.get("127.0.0.1:1") is not gone
+        assert await EchoStub(used).unary_unary(b"x", timeout=5) == b"x"
+    assert gone.get_state() is grpc.ChannelConnectivity.SHUTDOWN
     await server.stop(0)
 
 
