@@ -28,18 +28,19 @@ def measure(finished: FinishedRequest) -> None:
         metrics.TIME_PER_OUTPUT_TOKEN.record(finished.tpot_ms / 1000, labels)
     for reason in finished.finish_reasons:
         metrics.FINISHED_CHOICES.add(1, {"reason": reason, **model})
+    # The prompt of one that was refused, or left before its first token, does not count.
+    if finished.num_choices and (finished.status == OK or finished.ttft_ms is not None):
+        _measure_served(finished, model)
+
+
+def _measure_served(finished: FinishedRequest, model: dict[str, str]) -> None:
+    """What only a request with an answer has."""
     for kind, amount in (
         ("prompt", finished.prompt_tokens),
         ("completion", finished.completion_tokens),
         ("cached", finished.cached_tokens or 0),
     ):
         metrics.TOKENS.add(amount, {"type": kind, **model})
-    if finished.num_choices:
-        _measure_served(finished, model)
-
-
-def _measure_served(finished: FinishedRequest, model: dict[str, str]) -> None:
-    """What only a request that was understood has."""
     num_computed = finished.prompt_tokens - (finished.cached_tokens or 0)
     metrics.PROMPT_LENGTH.record(finished.prompt_tokens, model)
     metrics.COMPUTED_PROMPT_LENGTH.record(num_computed, model)

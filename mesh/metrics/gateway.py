@@ -91,7 +91,7 @@ FINISHED_CHOICES = Counter(
 TOKENS = Counter(
     "pdmesh.tokens",
     "{token}",
-    "Tokens of finished requests",
+    "Tokens of requests that were answered, in whole or in part",
     {"type": Values("prompt", "completion", "cached"), **MODEL},
     service="gateway",
 )

@@ -242,6 +242,19 @@ async def test_metrics_count_requests_and_tokens(http: httpx.AsyncClient, mesh: 
     assert sample("pdmesh_tokens_total", type="completion") == completion_tokens + 14
 
 
+async def test_prompts_of_refused_requests_are_no_traffic(
+    http: httpx.AsyncClient, mesh: FakeMesh
+) -> None:
+    names = ("pdmesh_tokens_total", "pdmesh_request_prompt_tokens_count")
+    before = {name: sample(name) for name in names}
+    mesh.scheduler.full = {b"user: hello\n": 1}
+
+    refused = await http.post(CHAT, json=chat("hello"))
+
+    assert refused.status_code == 429
+    assert {name: sample(name) for name in names} == before
+
+
 async def test_lengths_gaps_and_parameters_of_requests_are_measured(
     http: httpx.AsyncClient, mesh: FakeMesh
 ) -> None:
