@@ -51,7 +51,7 @@ def build_engine(
     layered = None
     if config.step_objective_ms:
         layered = LayeredPrefill(runner.begin, config.step_objective_ms / 1000)
-    runner.warm_up(config.max_num_batched_tokens)
+    runner.warm_up(config.max_num_batched_tokens, max_model_len)
     engine = Engine(
         runner,
         Sampler(model_config.eos_token_ids, loaded.draw),

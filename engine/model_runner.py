@@ -81,14 +81,19 @@ class ModelRunner:
         batch = build_batch(slices, self._kv_cache.layout.block_size)
         return self._model.forward(batch, self._kv_cache)
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Compute a prompt that nobody asked for, so that the first one that somebody asks for
-        finds all buffers made and all pages touched. The cache must not be in use yet.
+    def warm_up(self, num_tokens: int, max_model_len: int) -> None:
+        """Compute prompts that nobody asked for, so that the first ones that somebody asks for
+        find all buffers made and all pages touched. The cache must not be in use yet.
         """
-        block_size = self._kv_cache.layout.block_size
-        num_tokens = min(num_tokens, self._kv_cache.num_blocks * block_size)
-        block_ids = range(-(-num_tokens // block_size))
-        self.forward([SequenceSlice([0] * num_tokens, 0, block_ids)])
+        block_size, num_free_blocks = self._kv_cache.layout.block_size, self._kv_cache.num_blocks
+        prompts: list[SequenceSlice] = []
+        while num_tokens and num_free_blocks:
+            # No sequence is longer than the model was loaded for; a step may be.
+            length = min(num_tokens, max_model_len, num_free_blocks * block_size)
+            first = num_free_blocks - -(-length // block_size)
+            prompts.append(SequenceSlice([0] * length, 0, range(first, num_free_blocks)))
+            num_tokens, num_free_blocks = num_tokens - length, first
+        self.forward(prompts)
 
     def close(self) -> None:
         self._model.close()

@@ -157,3 +157,16 @@ def test_the_cache_is_as_large_as_its_memory_allows(folder: Path) -> None:
 def test_a_window_larger_than_the_model_s_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="max_model_len is 257"):
         make_engine(folder, max_model_len=257)
+
+
+def test_a_step_may_have_more_tokens_than_a_sequence(
+    folder: Path, naive: dict[tuple[int, ...], list[int]]
+) -> None:
+    longest = len(PROMPTS[-1]) + GREEDY.max_tokens
+    engine = make_engine(folder, max_model_len=longest, max_num_batched_tokens=2 * longest + 1)
+
+    outputs = run_to_end(engine, *requests_of(GREEDY))
+
+    for index, prompt in enumerate(PROMPTS):
+        assert token_ids_of(outputs[f"r{index}"]) == naive[GREEDY.seed, *prompt]
+    engine.close()
