@@ -79,12 +79,19 @@ ThreadPool::ThreadPool(int num_threads)
     : num_threads_(num_threads),
       cpus_(new std::atomic<int>[static_cast<std::size_t>(num_threads)]) {
   for (int thread = 0; thread < num_threads; ++thread) cpus_[thread] = -1;
-  for (int thread = 1; thread < num_threads; ++thread) {
-    threads_.emplace_back(&ThreadPool::work, this, thread);
+  try {
+    for (int thread = 1; thread < num_threads; ++thread) {
+      threads_.emplace_back(&ThreadPool::work, this, thread);
+    }
+  } catch (...) {  // no destructor will be called, and those that have started wait
+    end();
+    throw;
   }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { end(); }
+
+void ThreadPool::end() {
   stopping_ = true;
   started_.advance();
   for (std::thread& thread : threads_) thread.join();

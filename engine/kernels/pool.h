@@ -31,6 +31,7 @@ class ThreadPool {
  public:
   using Function = void (*)(void* context, int thread);
 
+  // Throws std::system_error if the system has no more threads.
   explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -43,6 +44,7 @@ class ThreadPool {
   void barrier(int thread);
 
  private:
+  void end();
   void work(int thread);
   // A thread that was woken on the core of its waker stays there while other cores have anything
   // to do, and the two would take turns, each spinning for the other at every barrier: who has

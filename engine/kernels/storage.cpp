@@ -62,7 +62,7 @@ const char* status_text(std::int32_t status) {
     case Status::kBadBlock: return "a block or slot is outside the cache or the block table";
     case Status::kBadRow: return "row indexes are inconsistent";
     case Status::kBadLayer: return "the layers are none of the model's";
-    case Status::kOutOfMemory: return "out of memory";
+    case Status::kOutOfMemory: return "out of memory or threads";
   }
   return "unknown status";
 }

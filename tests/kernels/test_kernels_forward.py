@@ -1,5 +1,7 @@
 """Whole forward passes: against float64, and bit by bit across batches, chunks and threads."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -431,6 +433,28 @@ def test_a_closed_model_is_refused(library: Library) -> None:
 
     with pytest.raises(KernelError, match="closed"):
         runner.run(Piece([1], 0, [0]))
+
+
+def test_threads_that_the_system_does_not_have_are_an_error_and_no_crash(library: Library) -> None:
+    # A thread's stack takes some megabytes of addresses.
+    code = """
+import resource
+from engine.kernels.library import KernelError, load_library
+from tests.kernels.kernel_models import Piece, make_runner
+library = load_library()
+with open("/proc/self/statm") as statm:
+    num_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (num_bytes + (256 << 20),) * 2)
+try:
+    make_runner(library, num_threads=10_000)
+except KernelError as error:
+    print(error)
+print(make_runner(library, num_threads=2).run(Piece([1], 0, [0])).shape)
+"""
+
+    ended = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+
+    assert ended.stdout == "out of memory or threads\n(1, 131)\n"
 
 
 def test_a_head_size_that_the_kernels_lack_is_refused(library: Library) -> None:
