@@ -14,6 +14,9 @@ from engine.request import InvalidParameter
 # Below this, dividing by the temperature is of no use and greedy is what is meant.
 GREEDY_TEMPERATURE = 1e-5
 MAX_LOGPROBS = 20
+# A repetition penalty below this is taken to be this: a logit divided by it, and then by the
+# lowest temperature, is still a number.
+_LEAST_PENALTY = 1e-20
 
 Array = npt.NDArray[Any]
 
@@ -252,7 +255,8 @@ def _penalize(row: Array, request: SamplingInput) -> None:
     params = request.sampling_params
     if params.repetition_penalty != 1:
         seen = np.unique(np.array(request.prompt_token_ids + request.output_token_ids))
-        values, penalty = row[seen], np.float32(params.repetition_penalty)
+        values = row[seen]
+        penalty = np.float32(max(params.repetition_penalty, _LEAST_PENALTY))
         row[seen] = np.where(values > 0, values / penalty, values * penalty)
     if request.output_token_ids and (params.presence_penalty or params.frequency_penalty):
         seen, counts = np.unique(np.array(request.output_token_ids), return_counts=True)

@@ -108,6 +108,23 @@ def test_repetition_penalty_counts_prompt_and_output() -> None:
     assert result[1] == pytest.approx(4.0)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0])
+@pytest.mark.parametrize("penalty", [1e-20, 1e-38, 1e-40, 5e-324])
+def test_tiny_repetition_penalties_repeat_the_best_token_seen(
+    penalty: float, temperature: float
+) -> None:
+    params = SamplingParams(
+        100, repetition_penalty=penalty, temperature=temperature, num_logprobs=2
+    )
+    row = [1.0, 80.0, 20.0, 90.0, -80.0, 0.0, 1.0, 2.0]
+
+    token = sample_one(row, make_request(params, [1, 2, 4, 5]))
+
+    assert token.token_id == 1
+    assert token.logprobs is not None
+    assert token.logprobs.logprob == 0.0
+
+
 def test_bias_comes_before_penalties() -> None:
     # Otherwise 8 / 2 - 4 would be 0.
     row = [0.0, 0.0, 0.0, 0.0, 0.0, 8.0, 0.0, 0.0]
