@@ -57,13 +57,8 @@ def load_packed(
     cache_folder = cache_folder or folder / _FOLDER
     path = cache_folder / f"{name}-{_key(folder, name)}"
     try:
-        cache_folder.mkdir(parents=True, exist_ok=True)
-        with _locked(cache_folder):
-            model = _open(path)
-            if model is None:
-                _write(path, _pack(folder, config, name), config)
-                _remove_others(path, name)
-                model = StoredModel(path)
+        # What is there is whole: to read it takes no lock, and no folder that can be written.
+        model = _open(path) or _make(path, folder, config, name)
     except OSError as error:
         logger.warning(
             "packed weights cannot be kept, each worker packs its own",
@@ -165,6 +160,18 @@ class _Weights(Mapping[str, Array | MatrixWeights]):
 
     def __len__(self) -> int:
         return len(self._stored)
+
+
+def _make(path: Path, folder: Path, config: ModelConfig, name: WeightsName) -> StoredModel:
+    """Pack the weights and keep them, unless another process did so while this one waited."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        model = _open(path)
+        if model is None:
+            _write(path, _pack(folder, config, name), config)
+            _remove_others(path, name)
+            model = StoredModel(path)
+        return model
 
 
 def _pack(folder: Path, config: ModelConfig, name: WeightsName) -> PackedModel:

@@ -140,6 +140,20 @@ def _refuse(*_: object) -> None:
 
 
 @needs_kernels
+def test_packed_weights_are_read_where_nothing_can_be_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelConfig.from_folder(folder)
+    load_packed(folder, config, "int8")
+    # As root may write into read-only folders: a lock that nobody can open.
+    (folder / ".packed" / ".lock").unlink()
+    (folder / ".packed" / ".lock").mkdir()
+    monkeypatch.setattr(native_weights, "_pack", _refuse)
+
+    load_packed(folder, config, "int8")
+
+
+@needs_kernels
 @pytest.mark.parametrize("num_bytes", [0, 4, 100, 5000])
 def test_a_packed_file_that_is_cut_off_is_made_again(folder: Path, num_bytes: int) -> None:
     config = ModelConfig.from_folder(folder)
