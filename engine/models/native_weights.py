@@ -83,8 +83,10 @@ class StoredModel:
         with path.open("rb", buffering=0) as file:
             file.seek(data_start)
             _read_into(file, data, path)
-        if xxhash.xxh3_64_hexdigest(data.data) != header["checksum"]:
-            raise StalePackedWeights(f"{path}: its checksum is not that of its data")
+        digest = _digest_of(header)
+        digest.update(data.data)
+        if digest.hexdigest() != header["checksum"]:
+            raise StalePackedWeights(f"{path}: its checksum is not that of its content")
         data.flags.writeable = False
         self.arena: dict[str, Array] = {
             key: data[begin:end].view(dtype)
@@ -196,10 +198,9 @@ def _write(path: Path, packed: PackedModel, config: ModelConfig) -> None:
         begin = -(-end // ALIGNMENT) * ALIGNMENT
         end = begin + array.nbytes
         places[key] = (array.dtype.str, begin, end)
-    checksum = _checksum(arrays, places)
-    header = json.dumps(
-        {"matrices": matrices, "arrays": places, "num_bytes": end, "checksum": checksum}
-    ).encode()
+    content = {"matrices": matrices, "arrays": places, "num_bytes": end}
+    checksum = _checksum(content, arrays)
+    header = json.dumps({**content, "checksum": checksum}).encode()
     header += b" " * (-(_LENGTH_BYTES + len(header)) % ALIGNMENT)
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
@@ -212,16 +213,22 @@ def _write(path: Path, packed: PackedModel, config: ModelConfig) -> None:
     partial.rename(path)
 
 
-def _checksum(arrays: Mapping[str, Array], places: Mapping[str, tuple[str, int, int]]) -> str:
-    """Of the data as the file has it, with zeros between the arrays."""
-    digest = xxhash.xxh3_64()
+def _checksum(content: Mapping[str, Any], arrays: Mapping[str, Array]) -> str:
+    """Of the header and of the data as the file has it, with zeros between the arrays."""
+    digest = _digest_of(content)
     at = 0
     for key, array in arrays.items():
-        _, begin, end = places[key]
+        _, begin, end = content["arrays"][key]
         digest.update(bytes(begin - at))
         digest.update(array.data)
         at = end
     return digest.hexdigest()
+
+
+def _digest_of(header: Mapping[str, Any]) -> xxhash.xxh3_64:
+    """Begins a checksum with what says where the data is and what it means."""
+    described = [header[key] for key in sorted(_HEADER_KEYS - {"checksum"})]
+    return xxhash.xxh3_64(json.dumps(described).encode())
 
 
 def _contents(

@@ -1,5 +1,6 @@
 """Which backend and formats an engine gets, weights that are packed once, draws that agree."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -176,6 +177,27 @@ def test_a_packed_file_with_a_wrong_byte_is_made_again(folder: Path, at: int) ->
     whole = path.read_bytes()
     wrong = bytearray(whole)
     wrong[at] ^= 1
+    path.write_bytes(wrong)
+
+    load_packed(folder, config, "int4")
+
+    assert path.read_bytes() == whole
+
+
+@needs_kernels
+@pytest.mark.parametrize("described", [rb'"0.qkv": \[', rb'"0.qkv.data": \["\|u1", ', rb"matri"])
+def test_a_packed_file_with_a_wrong_description_is_made_again(
+    folder: Path, described: bytes
+) -> None:
+    config = ModelConfig.from_folder(folder)
+    load_packed(folder, config, "int4")
+    [path] = (folder / ".packed").glob("int4-*")
+    whole = path.read_bytes()
+    found = re.search(described, whole)
+    assert found is not None
+    wrong = bytearray(whole)
+    # A digit is another digit then, a letter another letter.
+    wrong[found.end()] ^= 1
     path.write_bytes(wrong)
 
     load_packed(folder, config, "int4")
