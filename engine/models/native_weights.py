@@ -54,7 +54,7 @@ def load_packed(
     folder: Path, config: ModelConfig, name: WeightsName, cache_folder: Path | None = None
 ) -> PackedModel:
     """Read the model's packed weights, after packing them if no process has done so yet."""
-    cache_folder = cache_folder or folder / _FOLDER
+    cache_folder = cache_folder / _place_of(folder) if cache_folder else folder / _FOLDER
     path = cache_folder / f"{name}-{_key(folder, name)}"
     try:
         # What is there is whole: to read it takes no lock, and no folder that can be written.
@@ -67,6 +67,12 @@ def load_packed(
         return _pack(folder, config, name)
     # It has all that the kernels' model asks of a PackedModel.
     return cast(PackedModel, model)
+
+
+def _place_of(folder: Path) -> str:
+    """A model's own part of a folder that several share: what is older there is its own."""
+    resolved = folder.resolve()
+    return f"{resolved.name}-{hashlib.sha256(bytes(resolved)).hexdigest()[:8]}"
 
 
 class StoredModel:

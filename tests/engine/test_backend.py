@@ -260,6 +260,23 @@ def test_other_weights_replace_the_packed_ones(folder: Path) -> None:
 
 
 @needs_kernels
+def test_models_that_share_a_folder_for_packed_weights_leave_each_other_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "a" / "model", tmp_path / "b" / "model"]
+    for seed, folder in enumerate(folders):
+        make_tiny_model(folder, seed=seed)
+    config = ModelConfig.from_folder(folders[0])
+    first = [load_packed(folder, config, "int8", tmp_path / "packed") for folder in folders]
+    monkeypatch.setattr(native_weights, "_pack", _refuse)
+
+    second = [load_packed(folder, config, "int8", tmp_path / "packed") for folder in folders]
+
+    for before, after in zip(first, second, strict=True):
+        assert np.array_equal(before.arena["0.down.data"], after.arena["0.down.data"])
+
+
+@needs_kernels
 def test_a_folder_that_cannot_be_written_packs_in_memory(folder: Path, tmp_path: Path) -> None:
     # A file where the folder should be: root may write into read-only folders.
     (tmp_path / "taken").touch()
