@@ -269,10 +269,16 @@ class Batcher:
         return num_tokens
 
     def _shortest_behind(self, request: Request) -> int:
-        """What is left of a prompt that has less to compute, and comes after this one; or 0."""
+        """What is left of a prompt that has less to compute, and comes after this one; or 0.
+
+        Of those that wait, the first one's, if there is room for it.
+        """
         behind = self.running[self.running.index(request) + 1 :]
-        if self._num_seats_taken < self.max_num_seqs:
-            behind += self.waiting[:1]
+        if self._num_seats_taken < self.max_num_seqs and self.waiting:
+            # Without what it may find in the cache: that is looked up when it is let in.
+            num_blocks = self._pool.num_blocks_for(self.waiting[0].num_tokens)
+            if num_blocks + self._num_spare_blocks <= self._pool.num_free_blocks:
+                behind.append(self.waiting[0])
         return min(
             (
                 other.num_uncomputed_tokens
@@ -305,6 +311,11 @@ class Batcher:
     def _num_seats_taken(self) -> int:
         return len(self.running) + len(self.waiting_for_remote)
 
+    @property
+    def _num_spare_blocks(self) -> int:
+        """One for each request that grows, or a newcomer would soon be thrown out again."""
+        return sum(not other.hold_blocks for other in (*self.running, *self.waiting_for_remote))
+
     def _take_blocks(self, request: Request) -> bool:
         """Give a request blocks for all its tokens, those in the prefix cache included."""
         self._pool.extend_keys(request.block_keys, request.token_ids, request.cache_salt)
@@ -314,9 +325,9 @@ class Batcher:
             # So are those before it: a block in the cache has no logits.
             num_usable_blocks = 0
         cached = self._pool.longest_prefix(request.block_keys[:num_usable_blocks])
-        # A block for each request that grows, or the newcomer would soon be thrown out again.
-        spare = sum(not other.hold_blocks for other in (*self.running, *self.waiting_for_remote))
-        if not self._pool.grow(request.block_ids, request.num_tokens, cached=cached, spare=spare):
+        if not self._pool.grow(
+            request.block_ids, request.num_tokens, cached=cached, spare=self._num_spare_blocks
+        ):
             return False
         request.num_computed_tokens = len(cached) * self._pool.block_size
         self._count_cache_use(request)

@@ -115,6 +115,16 @@ def test_a_long_prompt_leaves_up_to_half_of_a_step_to_a_shorter_one_behind_it() 
     assert bench.schedule() == {"long": 15, "shorter": 1}
 
 
+def test_a_long_prompt_leaves_nothing_to_one_that_there_is_no_room_for() -> None:
+    bench = Bench(num_blocks=14)
+    bench.add("long", 48)
+    # Its two blocks are there, but not one more, in which the other may grow.
+    bench.add("short", 8)
+
+    assert bench.schedule() == {"long": 16}
+    assert bench.schedule() == {"long": 16}
+
+
 def test_the_threshold_does_not_slow_down_a_prompt_that_is_alone() -> None:
     bench = Bench(max_num_batched_tokens=16, long_prefill_token_threshold=10)
     bench.add("long", 40)
