@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.build import build_engine
-from engine.config import EngineConfig, ModelConfig
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.models.registry import Choice
 from engine.sampling import SamplingParams
@@ -148,7 +148,7 @@ def run_gate(
         if limits is not None:
             # First: it writes to blocks that the engines' own pools do not know of.
             token_ids = {key: text.encode(value) for key, value in texts.items()}
-            window = _window(candidate, reference)
+            window = _window(tested, trusted)
             quality = compare_on_texts(_runner(trusted), _runner(tested), token_ids, window)
         else:
             identity = _compare_tokens(trusted, tested, text, prompts)
@@ -227,13 +227,14 @@ def _runner(engine: Engine) -> SliceRunner:
     return runner
 
 
-def _window(*configs: EngineConfig) -> Window:
-    model = ModelConfig.from_folder(configs[0].model_path)
-    limits = [config.max_model_len or model.max_position_embeddings for config in configs]
+def _window(*engines: Engine) -> Window:
+    # A cache may hold less than the model was made for.
+    limits = [engine.max_model_len for engine in engines]
     return Window(
         num_tokens=min(_MAX_WINDOW, *limits),
-        chunk=min(config.max_num_batched_tokens for config in configs),
-        block_size=configs[0].block_size,
+        chunk=min(engine.max_num_batched_tokens for engine in engines),
+        # Of the larger ones it takes more than there are tokens for.
+        block_size=min(engine.block_size for engine in engines),
     )
 
 

@@ -69,6 +69,21 @@ def test_a_verdict_is_bound_to_model_precision_and_settings(lossy: GateResult) -
     assert [question["right"] for question in said["questions"]] == [True] * 6
 
 
+def test_engines_of_other_blocks_and_smaller_caches_are_compared(smollm2_path: Path) -> None:
+    result = run_gate(
+        "smollm2",
+        engine_config(smollm2_path, ["dtype=bfloat16", "num_blocks=3", "block_size=16"]),
+        engine_config(smollm2_path, ["dtype=float32", "num_blocks=9", "block_size=8"]),
+        limits=GENEROUS,
+        texts=TEXTS,
+    )
+
+    assert result.quality is not None
+    # In two windows, whose last tokens predict nothing that is known.
+    assert result.quality["all"].num_tokens > 48
+    assert result.passed, result.failures
+
+
 def test_chunking_is_lossless(smollm2_path: Path) -> None:
     result = run_gate(
         "smollm2",
