@@ -1,5 +1,6 @@
 """Compiles the kernel library; standard library only, because setup.py loads this file by path."""
 
+import fcntl
 import hashlib
 import logging
 import platform
@@ -79,7 +80,7 @@ def ensure_library() -> Path | None:
         return installed
     try:
         return build_cached()
-    except (BuildError, OSError) as error:
+    except (BuildError, OSError, RuntimeError) as error:  # RuntimeError: there is no home
         logger.warning("kernels are not available, torch serves instead", extra={"why": str(error)})
         return None
 
@@ -87,7 +88,13 @@ def ensure_library() -> Path | None:
 def build_cached(extra_flags: Sequence[str] = ()) -> Path:
     """The library of exactly these sources and flags, from the user's cache if it is there."""
     target = Path.home() / ".cache" / "pdmesh" / library_name(extra_flags)
-    return target if target.exists() else build(target, extra_flags)
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Workers start together: one compiles, on all cores, and the others wait for it.
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return target if target.exists() else build(target, extra_flags)
 
 
 def build_in_place() -> Path:

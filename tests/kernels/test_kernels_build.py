@@ -1,5 +1,6 @@
 """Building the library, and doing without a compiler."""
 
+import fcntl
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -59,7 +60,6 @@ def test_what_was_built_once_is_taken_from_the_cache(
     built: list[Path] = []
 
     def fake_build(target: Path, extra_flags: Sequence[str]) -> Path:
-        target.parent.mkdir(parents=True)
         target.write_bytes(b"")
         built.append(target)
         return target
@@ -70,6 +70,32 @@ def test_what_was_built_once_is_taken_from_the_cache(
 
     assert build.ensure_library() == first
     assert built == [first]
+
+
+def test_what_another_process_compiles_is_waited_for(
+    away: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Path.home() / ".cache" / "pdmesh" / build.library_name()
+
+    def wait_for_it(file: object, operation: int) -> None:
+        assert operation == fcntl.LOCK_EX
+        target.write_bytes(b"")
+
+    monkeypatch.setattr(fcntl, "flock", wait_for_it)
+    # Whoever compiles fails here.
+    monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
+
+    assert build.ensure_library() == target
+
+
+def test_without_a_home_there_is_no_library(away: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A container's user that /etc/passwd does not know, without HOME.
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", refuse)
+
+    assert build.ensure_library() is None
 
 
 def test_a_library_of_other_sources_is_not_used(
