@@ -200,9 +200,9 @@ class EngineLoop:
 
     def _run(self) -> None:
         end = "the engine was stopped"
-        if self._on_thread_start is not None:
-            self._on_thread_start()
         try:
+            if self._on_thread_start is not None:
+                self._on_thread_start()
             while self._carry_out_commands():
                 events = self._engine.step()
                 if self._engine.is_stalled:

@@ -321,6 +321,20 @@ async def test_a_crash_fails_all_requests_and_shows_in_health(
         assert [record.levelno for record in caplog.records] == [logging.ERROR]
 
 
+async def test_a_thread_that_cannot_start_fails_its_requests() -> None:
+    def refuse() -> None:
+        raise PermissionError("no other priority")
+
+    loop = EngineLoop(make_engine(), on_thread_start=refuse)
+    loop.start()
+
+    async with asyncio.timeout(20):
+        with pytest.raises(EngineStopped, match="no other priority"):
+            await tokens_of(loop, Request("r", PROMPT, GREEDY))
+    assert not loop.is_running
+    await loop.stop()
+
+
 async def test_stopping_fails_what_still_runs_and_closes_the_engine() -> None:
     runner = GatedRunner()
     async with running(make_engine(runner=runner)) as loop:
