@@ -122,6 +122,8 @@ class ServiceConfig(BaseSettings):
         env_ignore_empty=True,
         # `model` and `model_path` are settings here.
         protected_namespaces=(),
+        # Every wait has a bound.
+        allow_inf_nan=False,
     )
 
     # The service's section in the topology file; each subclass sets it.

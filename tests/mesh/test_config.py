@@ -199,6 +199,15 @@ def test_all_problems_are_reported_at_once(topology: Path, monkeypatch: pytest.M
     assert "secret" not in "".join(problems)
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "1e999"])
+def test_times_are_finite(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("PDMESH_DRAIN_TIMEOUT_S", value)
+
+    [problem] = problems_of(GatewayConfig)
+
+    assert "PDMESH_DRAIN_TIMEOUT_S: Input should be a finite number" in problem
+
+
 def test_a_missing_setting_is_named_with_its_purpose() -> None:
     assert problems_of(WorkerConfig) == ["PDMESH_MODEL_PATH is missing: folder of the model"]
 
