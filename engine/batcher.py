@@ -10,8 +10,10 @@ from engine.request import Request, RequestStatus
 from engine.sampling import NextToken
 from engine.speculation import NO_DRAFTS, DraftCounts, Speculator
 
-# Each has a row of logits as wide as the vocabulary: what a step holds at once is bounded.
+# Each has a row of logits as wide as the vocabulary: what a step holds at once is bounded, of a
+# request and of all.
 _MAX_SCORED_TOKENS = 64
+_MAX_ALL_SCORED_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,10 @@ class Batch:
             for item in self.scheduled
             for num_ahead in range(item.num_sampled)
         ]
+
+    @property
+    def num_scored_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.scheduled if item.request.scores_prompt)
 
     @property
     def is_empty(self) -> bool:
@@ -254,7 +260,8 @@ class Batcher:
     def _schedule(self, request: Request, budget: int, batch: Batch) -> int:
         num_tokens = min(request.num_uncomputed_tokens, budget)
         if request.scores_prompt:
-            num_tokens = min(num_tokens, _MAX_SCORED_TOKENS)
+            num_left = _MAX_ALL_SCORED_TOKENS - batch.num_scored_tokens
+            num_tokens = min(num_tokens, num_left, _MAX_SCORED_TOKENS)
         if len(self.running) + len(self.waiting) > 1:
             num_tokens = min(num_tokens, self._chunk_limit)
         if batch.has_chunks and num_tokens > budget // 2:

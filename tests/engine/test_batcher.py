@@ -40,13 +40,14 @@ class Bench:
         hold_blocks: bool = False,
         remote_kv: bool = False,
         first_token_id: int | None = None,
+        num_prompt_logprobs: int | None = None,
     ) -> Request:
         # Different prompts do not share blocks unless a test wants it.
         first = self.num_arrivals + 100 if first_token_id is None else first_token_id
         request = Request(
             name,
             [first] * num_prompt_tokens,
-            SamplingParams(100),
+            SamplingParams(100, num_prompt_logprobs=num_prompt_logprobs),
             hold_blocks=hold_blocks,
             remote_kv=remote_kv,
         )
@@ -91,6 +92,18 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     samples = [bench.step().scheduled[0].samples for _ in range(3)]
 
     assert samples == [False, False, True]
+
+
+def test_the_logits_of_scored_prompts_are_bounded_however_large_a_step_is() -> None:
+    bench = Bench(num_blocks=300, max_num_batched_tokens=1000)
+    for number in range(6):
+        bench.add(f"scored {number}", 100, num_prompt_logprobs=0)
+    bench.add("other", 200)
+
+    first, second = bench.schedule(), bench.schedule()
+
+    assert list(first.values()) == [64] * 4 + [200]
+    assert list(second.values()) == [1] + [36] * 4 + [64, 48]
 
 
 def test_the_threshold_leaves_room_for_others_beside_a_long_prompt() -> None:
