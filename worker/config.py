@@ -122,6 +122,15 @@ class WorkerConfig(ServiceConfig):
         return self
 
     @model_validator(mode="after")
+    def _can_decode(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs,"
+                f" {self.max_num_seqs}: each running request needs a token of a step"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_look_up(self) -> Self:
         # It checks what belongs together.
         _ = self._speculation
